@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, refused
+from torch import nn
 
 from trainkit.errors import ADVICE
+from trainkit.outside.names import hooked
 from trainkit.tools import rehearse
 
 slow = pytest.mark.slow
@@ -314,7 +316,7 @@ def outcome(folder: Path, rows: list[dict]) -> rehearse.Outcome:
     (folder / "run/run.json").touch()
     (folder / "run/metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     save_file({"weight": torch.ones(2)}, folder / "run/model.safetensors")
-    (folder / "facts.json").write_text('{"buffers": [], "draws": []}')
+    (folder / "facts.json").write_text('{"buffers": [], "draws": [], "hooked": []}')
     return rehearse.Outcome(rehearse.World(folder.name, num_processes=2), folder)
 
 
@@ -334,6 +336,13 @@ def outcome(folder: Path, rows: list[dict]) -> rehearse.Outcome:
             "from numpy",
             rehearse.ON_DEVICE,
         ),
+        (
+            {"num_processes": 2},
+            {"hooked": ["w"]},
+            "train_loss",
+            "; w has a hook",
+            rehearse.GRADIENTS,
+        ),
         ({"num_processes": 2}, {"draws": ["numpy"]}, "eval_f1", "run.evaluate", rehearse.OWN_MEAN),
     ],
 )
@@ -342,7 +351,7 @@ def test_a_difference_has_its_row(tmp_path, world, facts, column, sentence, row)
         outcome(tmp_path / name, [{"step": 1, column: 1.0}, {"step": 2, column: value}])
         for name, value in (("a", 2.0), ("b", 3.0))
     )
-    facts = {"buffers": [], "draws": [], "held": 1, "changes": 0} | facts
+    facts = {"buffers": [], "draws": [], "hooked": [], "held": 1, "changes": 0} | facts
     (one.folder / "facts.json").write_text(json.dumps(facts))
     if facts["changes"]:
         note = "note: the samples of the training set have changed since run.begin(...): a resume"
@@ -353,6 +362,25 @@ def test_a_difference_has_its_row(tmp_path, world, facts, column, sentence, row)
     other.world = rehearse.World("b", **world)
     verdict = rehearse.Comparison(one, rehearse.Rounding(one, one)).judge(other)
     assert not verdict.is_kept and sentence in verdict.text and verdict.row.startswith(row)
+
+
+@pytest.mark.parametrize("resumed_after, told", [(0, ["split"]), (1, ["holds"])])
+def test_a_difference_comes_with_the_lines_that_the_run_has_for_it(tmp_path, resumed_after, told):
+    one = outcome(tmp_path / "a", [])
+    one.world = rehearse.World("b", resumed_after=resumed_after)
+    lines = ["epoch", "note: so the numbers depend on how a batch is split", "note: another"]
+    (one.folder / "stdout-0").write_text("\n".join([*lines, "note: which no checkpoint holds"]))
+    assert [line.split()[-1] for line in one.notes] == told
+
+
+def test_what_is_given_gradients_is_found():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU())
+    assert hooked([model]) == []
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    model[1].bias.register_post_accumulate_grad_hook(lambda weight: None)
+    model[2].register_full_backward_hook(lambda layer, inputs, outputs: None)
+    model[2].register_forward_hook(lambda layer, inputs, output: None)
+    assert hooked([model]) == ["0.weight", "1.bias", "2"]
 
 
 def test_a_world_that_is_not_held_still_is_there_for_what_is_registered_and_needs_only_end(

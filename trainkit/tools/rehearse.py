@@ -87,6 +87,7 @@ MASKED = "a loss over tokens or pixels with a mask"
 SEVERAL = "several objectives with labels missing in places"
 NO_GRADIENT = "parameters that get no gradient in some steps"
 ON_DEVICE = "augmentation or noise on the device"
+GRADIENTS = "code that reads the gradients"
 RESUMED = {OWN_STATE, OWN_SCHEDULE, REGISTERED, CHANGED_SET, TEACHER}  # of docs/resume.md
 # What a refusal or an error says, and the row with its cure.
 SAID = {
@@ -170,6 +171,13 @@ class Outcome:
         """Whether the run has said so."""
         said = written_in(self.folder / "stdout-0") + written_in(self.folder / "stderr-0")
         return re.search(r"samples of the .* have changed since", said) is not None
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines of its output that may say why its numbers are others."""
+        reason = "no checkpoint holds" if self.world.resumed_after else "how a batch is split"
+        lines = written_in(self.folder / "stdout-0").splitlines()
+        return [line for line in lines if line.startswith("note: ") and reason in line]
 
     def noted(self, name: str) -> Any:
         """What a process of this world wrote down."""
@@ -490,6 +498,8 @@ class Comparison:
             where += (
                 "; a mean over samples comes from run.evaluate(...), not from a process's share"
             )
+        elif row == GRADIENTS:
+            where += f"; {facts['hooked'][0]} has a hook, which is given the gradient of a share"
         elif row == ON_DEVICE and facts["draws"]:
             where += f"; the loop draws from {' and '.join(facts['draws'])}"
         return Verdict(where, False, row)
@@ -561,6 +571,8 @@ class Comparison:
             return BUFFERS
         if is_split and facts["draws"]:
             return ON_DEVICE
+        if is_split and facts["hooked"]:
+            return GRADIENTS
         return world.row
 
 
@@ -666,6 +678,8 @@ def rehearse(stage: Stage, only: str) -> int:
         verdict = Comparison(compared, rounding).judge(job.result())
         is_kept &= verdict.is_kept
         print(f"{world.name:<22}{verdict.text}", flush=True)
+        for note in [] if verdict.is_kept else job.result().notes:
+            print(f"{'':<22}{note}", flush=True)
         if verdict.row:
             page = "resume.md" if verdict.row in RESUMED else "loop.md"
             print(f"{'':<22}see docs/{page}: {verdict.row}", flush=True)

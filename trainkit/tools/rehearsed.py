@@ -37,7 +37,7 @@ from trainkit.launch import startup
 from trainkit.loop.step import Step
 from trainkit.numbers.loaders import EpochBatches
 from trainkit.numbers.position import Length
-from trainkit.outside.names import BatchNorm
+from trainkit.outside.names import BatchNorm, hooked
 
 STEPS_IN_EPOCH = 4  # more are cut out of the middle of an epoch, so that its last batch stays
 NUM_STEPS = 20
@@ -136,6 +136,7 @@ class Found:
         draws: which of them the loop, or a model, has drawn from.
         models, buffers: the models, and the hashes of their float buffers at the start.
         averages: hashes of the running means of BatchNorm that registered things had at the start.
+        hooked: the weights and layers with a hook that is given gradients.
     """
 
     by_process: set[str] = field(default_factory=set)
@@ -144,6 +145,7 @@ class Found:
     models: list[nn.Module] = field(default_factory=list)
     buffers: dict[str, str] = field(default_factory=dict)
     averages: dict[str, str] = field(default_factory=dict)
+    hooked: list[str] = field(default_factory=list)
 
     def changed_buffers(self) -> list[str]:
         """Float buffers that are not as they were, without those of BatchNorm."""
@@ -233,6 +235,7 @@ def _watch(plan: Plan, rank: int) -> None:
         found.by_process.update(_by_process(layers))
         found.buffers = _buffers(models)
         found.models = models
+        found.hooked = hooked(models)
         if "dropout" in plan.still:
             _set_rates(layers)
         if plan.nudge:
@@ -281,6 +284,7 @@ def _watch(plan: Plan, rank: int) -> None:
             "by_process": sorted(found.by_process),
             "draws": sorted(found.draws),
             "buffers": found.changed_buffers(),
+            "hooked": found.hooked,
             "moves_registered_averages": _averages(run) != found.averages,
         }
         _write(plan.folder / "facts.json", facts, rank)
