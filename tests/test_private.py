@@ -54,6 +54,7 @@ SETTINGS = {
     "owner.base_model.forward",
     "output.cross_attentions",
     "head.may_have_parts",
+    "joined.attrs",  # what pandas keeps with a table
     "weight.data",  # see trainkit/language/packing.py, which puts it back
     "wrap.subsequent_indent",
 }
