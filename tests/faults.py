@@ -15,6 +15,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import io
 import itertools
@@ -30,6 +31,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,7 +185,12 @@ def _serve():
         importlib.import_module(name)
     for script in SCRIPTS:  # the first command line that tyro reads makes it import a checker
         sys.modules[script].parse(sys.modules[script].Config, [])
-    gc.freeze()  # or each child copies what its collector looks at
+    # Each start of a process group looks for plugins among all packages that are installed.
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+    importlib.metadata.entry_points(group="torch.distributed.backends")
+    # Nor does a child clear away at its end what was made here, which takes as long as two saves.
+    for finalizer in [*weakref.finalize._registry]:
+        finalizer.atexit = False
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(_start(json.loads(line))), file=replies, flush=True)
@@ -202,6 +209,7 @@ def _start(request: dict[str, Any]) -> dict[str, Any]:
     port = free_port()
     for name in request.get("modules", []):
         importlib.import_module(name)
+    gc.freeze()  # or each child copies what its collector looks at
     outputs = os.memfd_create("stdout"), os.memfd_create("stderr")
     for output in outputs:  # or one process may write over what another writes at the same time
         fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
