@@ -658,3 +658,30 @@ def test_what_is_registered_is_not_named(tmp_path, capfd):
     assert "note: the loop" not in capfd.readouterr().out
     changed(moving, **names)(f"--epochs 1 --run-dir {tmp_path}/b")
     assert "note: the loop has changed `teacher`, which no" in capfd.readouterr().out
+
+
+SUMMED = '''"""A regression with a variable whose state is that of all processes."""
+
+import train_regression
+from accelerate.utils import gather_object
+
+
+class Summed:
+    def state_dict(self):
+        return {"num": sum(gather_object([1]))}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def main(argv):
+    train_regression.summed = Summed()
+    train_regression.main(argv)
+'''
+
+
+def test_a_state_that_the_processes_gather_is_looked_at_by_all_of_them(tmp_path, fork_main):
+    flags = f"--num-samples 64 --epochs 1 --timeout 5 --no-pictures --run-dir {tmp_path}/run"
+    done = fork_main(SUMMED, flags, world=2)
+    assert done.codes == [0, 0], done.output
+    assert "2 processes on cpu" in done.stdout and "note:" not in done.stdout

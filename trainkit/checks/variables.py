@@ -52,7 +52,8 @@ EMPTY = Seen()
 class Variables:
     """Looks at the variables of the functions of a script that are being called, and its globals.
 
-    Only what decides numbers is looked at: tensors and arrays of floats, more than a number; what
+    Every process must call its methods, as a state_dict() of the script may communicate. Only what
+    decides numbers is looked at: tensors and arrays of floats, more than a number; what
     has a state_dict; generators. What a checkpoint holds is left out, and so are data sets and
     lists that were empty at first, in which a script collects what it shows.
 

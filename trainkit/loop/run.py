@@ -284,8 +284,7 @@ class Run:
         self.prepared.check_unchanged(progress.state)
         self.checkpoints.contents.registered.check_late()
         batches.set_position(progress.epoch, num_done)
-        if self.accelerator.is_main_process:
-            self.variables.start()
+        self.variables.start()
         self.log.start(progress, num_done, self.length.last_step)
         self.step.mistakes.start_epoch(is_new=progress.step_in_epoch == 0)
         for note in self.watched_sets.note_epoch(progress.epoch):
@@ -306,9 +305,11 @@ class Run:
         self.stage = "trained"
 
     def _say_what_changed(self) -> None:
+        notes = self.variables.notes()
         if self.accelerator.is_main_process:
-            for note in (*self.watched_sets.notes(), *self.variables.notes()):
-                self.print(note)
+            notes += self.watched_sets.notes()
+        for note in notes:
+            self.print(note)
 
     def _is_due(self) -> bool:
         """Is a checkpoint due with this evaluation, whatever its metrics are?"""
