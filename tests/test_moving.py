@@ -628,6 +628,22 @@ def test_what_is_made_anew_between_the_steps_of_epochs_is_no_state(accelerator):
     assert len(hidden) == 3
 
 
+class Trainer:
+    """Has what it moves in itself."""
+
+    def __init__(self, accelerator):
+        self.watched, self.teacher = Variables(accelerator, []), nn.Linear(2, 3)
+
+    def train(self):
+        self.watched.start()
+        moved(self.teacher)
+        return self.watched.notes()
+
+
+def test_what_a_trainer_of_a_script_has_is_looked_at(accelerator):
+    assert "changed `self.teacher`, which" in Trainer(accelerator).train()[0]
+
+
 def test_a_tensor_of_a_layer_that_is_no_buffer_is_named(accelerator):
     model = accelerator.prepare(nn.Sequential(nn.Linear(2, 3)))
     model[0].centre, model[0].last = torch.zeros(2), None

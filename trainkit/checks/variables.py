@@ -228,7 +228,15 @@ def variables_of_script() -> Iterator[tuple[str, Any]]:
         for name, value in [*variables.items()]:
             if name not in names and not name.startswith("__"):
                 yield name, value
+                yield from attributes_of(value, name, script["__name__"])
             names.add(name)
+
+
+def attributes_of(value: Any, name: str, script: str) -> Iterator[tuple[str, Any]]:
+    """What an object of a class of the script has, such as a trainer."""
+    is_own = type(value).__module__ == script and not isinstance(value, nn.Module | Dataset)
+    for attribute, part in [*vars(value).items()] if is_own and hasattr(value, "__dict__") else ():
+        yield f"{name}.{attribute}", part
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:

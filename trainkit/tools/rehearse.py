@@ -678,9 +678,10 @@ def rehearse(stage: Stage, only: str) -> int:
         verdict = Comparison(compared, rounding).judge(job.result())
         is_kept &= verdict.is_kept
         print(f"{world.name:<22}{verdict.text}", flush=True)
-        for note in [] if verdict.is_kept else job.result().notes:
+        notes = [] if verdict.is_kept else job.result().notes
+        for note in notes:
             print(f"{'':<22}{note}", flush=True)
-        if verdict.row:
+        if verdict.row and not (notes and verdict.row == world.row):  # which is a guess
             page = "resume.md" if verdict.row in RESUMED else "loop.md"
             print(f"{'':<22}see docs/{page}: {verdict.row}", flush=True)
     return 0 if is_kept else 1
