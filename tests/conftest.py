@@ -351,17 +351,18 @@ def nursery(datasets_cache):
 def fork_main(nursery, tmp_path_factory):
     """Call main(argv) of a script in forked processes that meet as under a launcher.
 
-    script: its path, or its text.
+    script: its path, or its text. given: names that this text has, and their values.
 
     A faults.Outcome comes back, with returncode, stdout and stderr; .finished() asks for exit code
     0 of all processes. A main that hangs fails the test. See faults.Nursery.run for the names that
     may follow: world=3, double=True, fault=...
     """
 
-    def call(script: str | Path, *args: object, **plan: Any) -> Any:
+    def call(script: str | Path, *args: object, given: Any = (), **plan: Any) -> Any:
         if "\n" in str(script):
             path = tmp_path_factory.mktemp("script") / "given.py"
-            path.write_text(script)
+            lines = [f"{name} = {value!r}" for name, value in dict(given).items()]
+            path.write_text("\n".join([*lines, script]))
             script = path.as_posix()
         outcome = nursery.run(script, *words_of(script, args), **{"timeout": 200, **plan})
         assert None not in outcome.codes, f"{script} hung\n{outcome.output}"

@@ -80,6 +80,7 @@ def test_a_long_line_is_broken_between_words_for_a_terminal_alone(monkeypatch):
 # A run on a terminal of 80 columns; what that shows goes to a file.
 ON_A_TERMINAL = """
 import fcntl, os, pty, struct, sys, termios
+from pathlib import Path
 child, terminal = pty.fork()
 if child == 0:
     fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -94,17 +95,18 @@ while True:
         output += os.read(terminal, 65536)
     except OSError:  # its last process has gone
         break
-shown.write_bytes(output)
+Path(shown).write_bytes(output)
 assert os.waitpid(child, 0)[1] == 0
 """
 
 
 @linux_only  # forks
-def test_nothing_wraps_in_80_columns(tiny_mnist, tmp_path, in_fresh_process):
+def test_nothing_wraps_in_80_columns(tiny_mnist, tmp_path, fork_main):
     flags = "--batch-size 30 --epochs 2 --eval-every 4 --no-pictures --stop-after-steps 15"
     flags = f"{flags} --dataset {tiny_mnist} --run-dir {tmp_path}/run".split()
     shown = tmp_path / "shown"
-    in_fresh_process(ON_A_TERMINAL, flags=flags, shown=shown)
+    done = fork_main(ON_A_TERMINAL, given={"flags": flags, "shown": str(shown)})
+    assert done.codes == [0], done.output
     output = shown.read_text()
     lines = re.split(r"[\r\n]+", output)
     paths = [line for line in lines if str(tmp_path) in line or str(tiny_mnist) in line]

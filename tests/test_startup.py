@@ -126,7 +126,6 @@ once_its_threads_are_at_rest()
 """
 IN_A_PROCESS_OF_ITS_OWN = """
 import atexit, concurrent.futures, multiprocessing, os, signal, sys, time, torch
-sys.path.insert(0, root)
 from trainkit.launch import startup
 from trainkit.errors import RunFailure, Stopped, UsageError
 
@@ -162,9 +161,7 @@ class Ends:
         os._exit(3)
 
 def beside_a_worker_that_is_killed(number=signal.SIGKILL):
-    # Forked, as on Linux: the fresh process itself came from a server, and Ends is in no module.
-    list(torch.utils.data.DataLoader(
-        Ends(number), num_workers=1, timeout=60, multiprocessing_context="fork"))
+    list(torch.utils.data.DataLoader(Ends(number), num_workers=1, timeout=60))
 
 def beside_a_worker_that_exits():
     beside_a_worker_that_is_killed(None)
@@ -192,7 +189,7 @@ def once_its_threads_are_at_rest():
         os._exit(0)
     assert sys.version_info >= (3, 11, 10) or time.monotonic() - asked > 0.01
 
-def main():
+def end():
     exec(what)
 
 began = time.monotonic()
@@ -201,7 +198,7 @@ child = os.fork()
 if child == 0:
     os.dup2(writer, 2)
     try:
-        startup.run(main)
+        startup.run(end)
     except SystemExit as end:
         if isinstance(end.code, str):  # as Python does
             os.write(2, end.code.encode())
@@ -219,10 +216,10 @@ assert time.monotonic() - began < 60  # else something that was started has live
 @pytest.mark.parametrize(
     "what, code, words", re.findall(r"^(\S.*)\n +(\d+) ?(.*)$", ENDS, re.MULTILINE)
 )
-def test_every_end_has_its_code_and_its_sentence(what, code, words, in_fresh_process):
-    in_fresh_process(
-        IN_A_PROCESS_OF_ITS_OWN, what=what, expected=int(code), words=words, root=str(ROOT)
-    )
+def test_every_end_has_its_code_and_its_sentence(what, code, words, fork_main):
+    given = {"what": what, "expected": int(code), "words": words}
+    done = fork_main(IN_A_PROCESS_OF_ITS_OWN, given=given)
+    assert done.codes == [0], done.output
 
 
 @linux_only
