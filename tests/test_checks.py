@@ -214,6 +214,23 @@ def test_a_buffer_that_moves_in_each_micro_batch_is_named_once(
     assert said.count(note) == num == said.count("note"), said
 
 
+@pytest.mark.parametrize(
+    "when, accumulate, num",
+    [("True", 2, 1), ("True", 1, 0), ("run.accelerator.sync_gradients", 2, 0)],
+)
+def test_a_registered_teacher_that_moves_in_each_micro_batch_is_named_once(
+    tmp_path, capfd, when, accumulate, num
+):
+    teacher = nn.Linear(2, 4)
+    line = r"\1run.accelerator.register_for_checkpointing(teacher)\n\1run.begin("
+    follow = rf"\1if {when}: teacher.weight.data.lerp_(one.weight.data, 0.1)\n\g<0>"
+    edits = (r"^( +)run.begin\(", line), (r"^( +)losses.append", follow)
+    changed(*edits, teacher=teacher)(f"--accumulate {accumulate} --run-dir {tmp_path}")
+    said = capfd.readouterr().out
+    note = "note: the loop changes the registered Linear in each micro-batch of --accumulate 2"
+    assert said.count(note) == num == said.count("note: "), said
+
+
 @pytest.mark.parametrize("theirs, named", [(0.5, True), (1.0 + 1e-8, False)])
 def test_a_buffer_that_differs_between_processes_is_named(monkeypatch, theirs, named):
     layer, said = nn.Module(), []

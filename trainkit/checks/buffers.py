@@ -8,6 +8,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
+from trainkit.checks.changes import Marks
+from trainkit.outside.names import registered_things
 from trainkit.text import count
 
 NUM_SEEN = 1024  # numbers looked at of each buffer
@@ -24,6 +26,9 @@ class Buffers:
     Attributes:
         before: of each buffer, a number that its content gives, when the micro-batch began.
         num_moved: of each buffer, in how many micro-batches of the step it changed.
+        registered, marks: the modules that the script has registered, such as a teacher, and what
+            each was like when the micro-batch began.
+        num_followed: of each of them, in how many micro-batches of the step the loop changed it.
     """
 
     def __init__(
@@ -41,6 +46,10 @@ class Buffers:
         self.before: dict[str, float] = {}
         self.now: dict[str, float] | None = None
         self.num_moved: dict[str, int] = {}
+        things = registered_things(accelerator) if accumulate > 1 else []
+        self.registered = [thing for thing in things if isinstance(thing, nn.Module)]
+        self.marks: list[Marks] = []
+        self.num_followed = [0 for _ in self.registered]
         self.handles: list[Any] = []
         if self.is_needed and accelerator.is_fsdp2:
             # Before the hook of a sharded model, which gives all processes those of process 0.
@@ -54,6 +63,7 @@ class Buffers:
         if self.is_needed:
             self.before = self._contents()
             self.now = None
+            self.marks = [Marks(floats_of(module)) for module in self.registered]
 
     def finish_micro_batch(self) -> None:
         """See which buffers have changed."""
@@ -64,6 +74,8 @@ class Buffers:
         for name, value in self.now.items():
             if differ(value, self.before.get(name, value)):
                 self.num_moved[name] = self.num_moved.get(name, 0) + 1
+        for number, marks in enumerate(self.marks):
+            self.num_followed[number] += bool(marks.changed())
 
     def finish_step(self) -> None:
         """Print a line about buffers that differ. Every process must call this."""
@@ -78,6 +90,16 @@ class Buffers:
         floats = {name for name, buffer in self._named() if buffer.is_floating_point()}
         often = [name for name, num in self.num_moved.items() if num > 1 and name in floats]
         self.num_moved.clear()
+        followed = [num > 1 for num in self.num_followed]
+        self.num_followed = [0 for _ in self.registered]
+        if any(followed):
+            kind = type(self.registered[followed.index(True)]).__name__
+            self.say(
+                f"note: the loop changes the registered {kind} in each micro-batch of "
+                f"--accumulate {self.accumulate}, so the numbers depend on how a batch is split: "
+                "change it once in a step, `if accelerator.sync_gradients:`"
+            )
+            self.registered = []
         if names or often:
             self.say(note_of(names, often))
             self.close()
@@ -101,6 +123,12 @@ class Buffers:
             flat = flat[:: max(1, flat.numel() // NUM_SEEN)].double().cpu()
             found[name] = (flat * torch.linspace(1, 2, len(flat), dtype=flat.dtype)).sum().item()
         return found
+
+
+def floats_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights and buffers of a module that are no counts."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor for name, tensor in tensors if tensor.is_floating_point()}
 
 
 def differ(one: float, other: float) -> bool:
