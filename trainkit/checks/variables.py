@@ -77,12 +77,12 @@ class Variables:
         """
         if self.before is None:
             self._refuse_scalers()
-        now = self._look() if self.accelerator.is_main_process else {}
-        if self.before is None:
-            self.before = now
-        for name, seen in self.before.items():
-            if seen.is_plain:
-                self.before[name] = now.get(name, EMPTY)
+            self.before = self._look() if self.accelerator.is_main_process else {}
+            return
+        plain = [name for name, seen in self.before.items() if seen.is_plain]
+        now = self._look() if plain else {}
+        for name in plain:
+            self.before[name] = now.get(name, EMPTY)
 
     def _refuse_scalers(self) -> None:
         own = self.accelerator.scaler
@@ -98,7 +98,8 @@ class Variables:
 
     def notes(self) -> list[str]:
         """A line about those that have changed, once for each."""
-        before, now = self.before or {}, self._look()
+        before = self.before or {}
+        now = self._look() if before else {}
         names = [name for name in before if is_changed(before[name], now.get(name, EMPTY))]
         for name in names:
             del before[name]
