@@ -110,9 +110,11 @@ class Commits:
         """
         jobs = self.jobs
         self.jobs = []
-        wait_together(self.accelerator, jobs)  # a slow disk is no lost process
         try:
             for job in jobs:
+                # A slow disk is no lost process. The second job of the main process waits for what
+                # the first of each has written, so one that failed is told before.
+                wait_together(self.accelerator, [job])
                 with failing_together(self.accelerator, self.what, RunFailure):
                     job.result()
         except RunFailure:
