@@ -117,7 +117,9 @@ def predicted(model, path, **options) -> pd.DataFrame:
     encoding = model.metadata["read_options"]["encoding"]
     table = frames.read_table(str(output), "", encoding=encoding)
     form = table.attrs["form"]
-    has_comma = predictions.has_decimal_comma(table, form.separator)
+    columns = [Column(**column) for column in model.metadata["columns"]]
+    target = model.metadata.get("target_decimal", "")
+    has_comma = predictions.has_decimal_comma(table, columns, target, form.separator)
     return pd.read_csv(
         output,
         sep=form.separator,
@@ -704,6 +706,101 @@ def test_amounts_are_trained_on_and_predicted_and_the_plan_gives_an_example(mode
     frame.astype({"share": object}).to_json("other.json", orient="records")
     said = model.predict_file(Path("other.json"))  # a number needs no currency, but 0.03 may be 3 %
     assert "no prediction for row 2 (column 'share': '0.03' is not a number like 0 %)" in said
+
+
+FIXED, PROOF = [f"{267 + n},{n}77" for n in range(1, 10)], [f"{n}9,21" for n in range(1, 10)]
+ROUND, MIXED = [f"{n}.500" for n in range(1, 10)], ["850", "1.180", "2.340"] * 3
+ENGLISH = [f"{n}.25" for n in range(1, 10)]
+COMMA, POINT = "is , a thousands separator?", "or is . the decimal mark?"
+THOUSAND = "or is , the decimal mark?"
+# Separator, columns, the number in y that is nearest to 0, and the end of a question about y.
+OPEN = {
+    "other columns prove a comma": (";", {"a": PROOF, "y": FIXED}, 268.177, ""),
+    "they do between commas": (",", {"a": PROOF, "y": FIXED}, 268.177, ""),
+    "they do between tabs": ("\t", {"a": PROOF, "y": FIXED}, 268.177, ""),
+    "a point before thousands": (";", {"a": PROOF, "y": ROUND}, 1500, ""),
+    "a point before some thousands": (";", {"a": PROOF, "y": MIXED}, 850, ""),
+    "below zero, in euros": (
+        ";", {"a": [f"{c} EUR" for c in PROOF], "y": [f"-{c} EUR" for c in FIXED]}, -268.177, ""),
+    "other columns prove a point": (";", {"a": ENGLISH, "y": FIXED}, 268177, ""),
+    "exponents prove a point": (";", {"a": [f"{n}.250e+01" for n in range(9)], "y": FIXED}, 268177,
+                                ""),
+    "blanks and apostrophes prove it": (
+        ";", {"a": ["1 234,567", "2 345,678", "1,2"] * 3, "y": FIXED}, 268.177, ""),
+    "Indian groups prove it": (
+        ";", {"a": ["1,23,456", "12,345", "1,234"] * 3, "y": FIXED}, 268177, ""),
+    "dollars prove themselves": (";", {"a": PROOF, "y": [f"${c}" for c in FIXED]}, 268177, ""),
+    "dates prove nothing": (
+        ",", {"a": [f"{n}.12.2020" for n in range(1, 10)], "y": FIXED}, 268177, THOUSAND),
+    "columns of both": (";", {"a": PROOF, "b": PROOF, "c": ENGLISH, "y": FIXED}, 268.177, COMMA),
+    "a semicolon alone": (";", {"a": range(9), "y": FIXED}, 268.177, COMMA),
+    "a semicolon, of two open columns": (";", {"a": ROUND, "y": FIXED}, 268.177, COMMA),
+    "a semicolon and some thousands": (";", {"a": range(9), "y": MIXED}, 850, POINT),
+    "a semicolon and three decimals": (
+        ";", {"a": ROUND, "y": ROUND}, 1.5, "with three decimals: is . a thousands separator?"),
+    "nothing": (",", {"a": range(9), "y": FIXED}, 268177, THOUSAND),
+    "nothing, in English": (",", {"a": range(9), "y": ROUND}, 1.5, ""),
+    "nothing, some thousands": (
+        ",", {"a": range(9), "y": MIXED}, 1.18,
+        "whole or with three decimals: is . a thousands separator?"),
+    "years and codes are no numbers with marks": (
+        ";", {"a": range(2000, 2009), "b": ["007", "008", "009"] * 3, "y": FIXED}, 268.177, COMMA),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPEN)
+def test_other_columns_and_then_a_semicolon_tell_the_mark_that_a_column_leaves_open(case):
+    separator, columns, least, asked = OPEN[case]
+    content = pd.DataFrame(columns).assign(n=range(9)).to_csv(index=False, sep=separator)
+    _, _, metadata = read(content.encode(), "--test-fraction", "0")
+    assert min(metadata["target_range"][0], key=abs) == pytest.approx(least)
+    said = re.search(r"\by \((.*)\)", metadata["plan"]["columns"] + ", y ()")[1]
+    assert said.partition(")")[0].endswith(asked) and ("?" in said) == bool(asked)
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "parquet"])
+def test_a_mark_that_others_tell_is_saved_with_its_column_and_all_columns_tell(kind):
+    table = pd.DataFrame({"a": PROOF, "b": ROUND, "n": range(9), "y": FIXED})
+    path = Path(f"t.{kind}")
+    if kind == "csv":
+        table.to_csv(path, sep="\t", index=False)
+    elif kind == "json":
+        table.to_json(path, orient="records")
+    else:
+        table.to_parquet(path)
+    metadata = read(path)[2]
+    new = pd.DataFrame({"a": ["1,5"], "b": ["2.500"], "n": [0]})
+    inputs, problems = encode(new, [Column(**column) for column in metadata["columns"]])
+    assert inputs.tolist() == [[1.5, 2500, 0]] and not problems
+    assert read(path, "--features", "n")[2]["target_range"][0][1] < 300
+
+
+NUMBERS = [f"{n}.126" for n in range(1, 10)]
+# What is trained on, the rows to predict, what a prediction has, between which separators.
+BACK = {
+    "three decimals with points": (";", {"a": NUMBERS, "y": NUMBERS}, ["a"], "."),
+    "the target alone has points": (";", {"a": range(9), "y": NUMBERS}, ["a"], "."),
+    "the target alone has commas": ("\t", {"a": range(9), "y": PROOF}, ["a"], ","),
+    "points between semicolons": (";", {"a": ENGLISH, "y": range(9)}, ["a"], "."),
+    "thousands beside points": (";", {"a": FIXED, "b": ENGLISH, "y": range(9)}, ["a", "b"], "."),
+    "three decimals with commas": (";", {"a": FIXED, "b": PROOF, "y": FIXED}, ["a", "b"], ","),
+    "commas between tabs": ("\t", {"a": FIXED, "b": PROOF, "y": FIXED}, ["a", "b"], ","),
+    "a unit without decimals": (";", {"a": [f"{n} months" for n in range(9)], "y": range(9)}, ["a"],
+                                ","),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BACK)
+def test_predictions_have_the_decimal_mark_with_which_the_table_was_read(case):
+    separator, columns, features, mark = BACK[case]
+    table = pd.DataFrame(columns)
+    table["n"] = [n % 4 for n in range(9)]
+    metadata = read(table.to_csv(index=False, sep=separator).encode(), "--test-fraction", "0")[2]
+    table = table[[*features, "n"]]
+    table.to_csv("new.csv", index=False, sep=separator)
+    untrained(metadata).predict_file(Path("new.csv"))
+    first = Path("new_predictions.csv").read_text().splitlines()[1]
+    assert re.fullmatch(rf"-?\d+{re.escape(mark)}\d+", first.rsplit(separator, 1)[1])
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ WITH_POINT = re.compile(rf"(?:\d+|[1-9]\d{{0,2}}(?:,\d{{2,3}})*,\d{{3}}|{GROUPS}
 WITH_COMMA = re.compile(rf"(?:\d+|[1-9]\d{{0,2}}(?:\.\d{{3}})+|{GROUPS})?(?:,\d+)?")
 PATTERNS = {".": WITH_POINT, ",": WITH_COMMA}
 PLAIN = re.compile(r"[-+]?\d*\.?\d+")
+ENGLISH = re.compile(r"[-+\u2212(]*([A-QS-Z]{1,2})?[$\u00a3]")  # not R$, of Brazil
 MAX_LENGTH = 60  # of a cell that is looked at
 MAX_WORD = 5  # letters of a word of a unit that has several: sq ft, EUR per m2, not Main Street
 NUM_LOOKED_AT = 1000  # different cells, for the unit
@@ -56,31 +57,51 @@ class Form(NamedTuple):
     example: str
 
 
-def find_form(texts: Sequence[str]) -> Form | None:
+def find_form(texts: Sequence[str], decimal: str = ".") -> Form | None:
     """Return how most of these different cells are written, or None if they are not such numbers.
 
-    None is also returned for plain numbers, which need no form. A comma before three digits
-    separates thousands, and a point before three is a decimal point, unless another cell of the
-    column shows that it is not so.
+    None is also returned for plain numbers, which need no form. decimal: the mark before the
+    decimals if the cells leave it open, as 1,234 and 1.234 do, which may be thousands.
+    """
+    unit, cells = find_unit(texts)
+    decimal = prove_mark(cells) or decimal
+    are_plain = not unit and all(map(PLAIN.fullmatch, cells))
+    if are_plain and (decimal == "." or not any("." in text for text in cells)):
+        return None
+    good = [text for text in cells if PATTERNS[decimal].fullmatch(cells[text].number)]
+    if not good or len(good) < MIN_SHARE * len(cells):
+        return None
+    return Form(unit, decimal, max(good, key=len))
+
+
+def find_unit(texts: Sequence[str]) -> tuple[str, dict[str, "Cell"]]:
+    """Return the unit that most of these different cells have, and the parts of those that have it.
+
+    There are none if most are not such numbers.
     """
     looked_at = texts[:NUM_LOOKED_AT]
     units = Counter(cell.unit for cell in map(take_apart, looked_at) if cell)
     unit, most = units.most_common(1)[0] if units else ("", 0)
     if most < MIN_SHARE * len(looked_at):
-        return None
+        return "", {}
     taken_apart = {text: take_apart(text) for text in texts}
-    cells = {text: cell for text, cell in taken_apart.items() if cell and cell.unit == unit}
-    if not unit and all(map(PLAIN.fullmatch, cells)):
-        return None
+    return unit, {text: cell for text, cell in taken_apart.items() if cell and cell.unit == unit}
+
+
+def prove_mark(cells: dict[str, "Cell"]) -> str:
+    """Return the decimal mark with which most of these cells can be read, "" if both are as good.
+
+    Amounts behind a sign of the dollar or the pound are written as in English.
+    """
+    numbers = [cell.number for cell in cells.values()]
     fits = {
-        mark: sum(bool(pattern.fullmatch(cell.number)) for cell in cells.values())
+        mark: sum(bool(pattern.fullmatch(number)) for number in numbers)
         for mark, pattern in PATTERNS.items()
     }
-    decimal = "," if fits[","] > fits["."] else "."
-    good = [text for text in cells if PATTERNS[decimal].fullmatch(cells[text].number)]
-    if len(good) < MIN_SHARE * len(cells):
-        return None
-    return Form(unit, decimal, max(good, key=len))
+    if fits["."] != fits[","]:
+        return max(fits, key=fits.__getitem__)
+    is_english = any("," in number for number in numbers) and all(map(ENGLISH.match, cells))
+    return "." if is_english else ""
 
 
 class Cell(NamedTuple):

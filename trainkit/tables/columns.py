@@ -180,11 +180,14 @@ def read_numbers(values: pd.Series, with_words: bool = True) -> tuple[pd.Series,
     return read, pd.Series(words, values.index[are_words], dtype=object)
 
 
-def target_column(values: pd.Series, classes: list[str] | None) -> Column:
-    """Return how a target is read: as one of these classes or, if None, as a number."""
+def target_column(values: pd.Series, classes: list[str] | None, decimal: str = ".") -> Column:
+    """Return how a target is read: as one of these classes or, if None, as a number.
+
+    decimal: see find_kind.
+    """
     column = Column(str(values.name), classes)
     if classes is None:
-        kind = find_kind(values, [])
+        kind = find_kind(values, [], decimal)
         column.unit = kind.unit
         column.decimal = kind.decimal
         column.example = kind.example
@@ -254,15 +257,16 @@ def learn_column(
     missing: str | None,
     unread: Mapping[str, str],
     words: pd.Series | None = None,
+    decimal: str = ".",
 ) -> Column:
     """Learn from its training rows how a feature is encoded, or why it is left out.
 
     Texts that hardly repeat are free text; unread: why its words are left out, by column. words:
-    those that were written in cells without a number, as read_numbers returns them. A missing
-    number becomes the mean, a missing category the most frequent one: with `missing` "impute", and
-    also with None if the column lacks a value.
+    those that were written in cells without a number, as read_numbers returns them. decimal: see
+    find_kind. A missing number becomes the mean, a missing category the most frequent one: with
+    `missing` "impute", and also with None if the column lacks a value.
     """
-    column = find_kind(values, categorical)
+    column = find_kind(values, categorical, decimal)
     if column.problem:
         return column
     parsed = parse_cells(values, column)
@@ -359,12 +363,12 @@ def hardly_repeats(num_different: int, num_cells: int) -> bool:
     return num_different > min(most, MAX_CATEGORIES)
 
 
-def find_kind(values: pd.Series, categorical: Sequence[str]) -> Column:
+def find_kind(values: pd.Series, categorical: Sequence[str], decimal: str = ".") -> Column:
     """Return a column of numbers, of dates, or of texts (without the texts).
 
     It holds texts if it is named in `categorical`, or if most values read neither as numbers nor as
     dates and do not look like numbers with a unit. Whole numbers that float64 cannot tell apart are
-    texts too: they are ids.
+    texts too: they are ids. decimal: the mark of a column that leaves it open.
     """
     column = Column(str(values.name))
     if values.dtype.kind == "f":  # first, because a table may have thousands of these
@@ -379,6 +383,10 @@ def find_kind(values: pd.Series, categorical: Sequence[str]) -> Column:
         if numbers.abs().max() > MAX_WHOLE and numbers.nunique() < cells.astype(str).nunique():
             column.categories = []
         column.days = _unix_unit(numbers)
+        if decimal == "," and values.dtype.kind not in "biuf":  # 1.234 may be a thousand
+            form = find_form([*map(str, cells.unique())], decimal)
+            if form is not None:
+                column.unit, column.decimal, column.example = form
         return column
     texts = cells.astype(str)
     others = texts.drop(numbers.index)
@@ -391,7 +399,7 @@ def find_kind(values: pd.Series, categorical: Sequence[str]) -> Column:
             column.problem = f"left out: dates, but {asked}, so write 2020-01-31"
         column.days = DATES[int(np.argmax(read))]
         return column
-    form = find_form(distinct.tolist())
+    form = find_form(distinct.tolist(), decimal)
     if form is not None:
         column.unit, column.decimal, column.example = form
     elif 2 * distinct.isin(others).sum() > len(distinct) and not _have_a_unit(others):

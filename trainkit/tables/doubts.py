@@ -7,6 +7,7 @@ import pandas as pd
 
 from trainkit.reading.frames import as_text
 from trainkit.tables.columns import Column, parse_cells
+from trainkit.tables.marks import TableMark, find_marks
 from trainkit.text import count
 
 # Numbers that stand for a missing value: 99 or -999, which surveys number down to 97 or up to
@@ -111,14 +112,19 @@ def ask_codes(values: pd.Series, column: Column) -> str:
     return f"{count(len(different), 'whole number')}{width}"
 
 
-def ask_thousands(values: pd.Series, column: Column) -> str:
-    """Ask whether . separates thousands if values have no or three decimals: 850 and 1.180."""
-    if values.dtype.kind != "O" or column.holds_texts or column.days:
+def ask_mark(values: pd.Series, column: Column, table: TableMark) -> str:
+    """Ask what the mark means that stands before three digits in a column, or return "".
+
+    Nothing is asked if the column itself or the other columns tell, unless whole numbers beside
+    those with the mark say the reverse; nor about three decimals with a point, as in English.
+    """
+    marks = None if column.holds_texts or column.days else find_marks(values)
+    if marks is None or marks.proof:
         return ""
-    if not any("." in str(cell) for cell in values):  # as in most columns, which is seen at once
+    is_usual = table.is_proven or (table.is_assumed and marks.mark == ".")
+    if is_usual and (marks.is_fixed or column.decimal == marks.likely):
         return ""
-    texts = values[parse_cells(values, column).abs() >= 1].astype(str)
-    decimals = texts.str.extract(r"\.(\d*)\D*$", expand=False).fillna("").str.len()
-    if {*decimals} == {0, 3} and not texts.str.contains(",").any():
-        return "whole or with three decimals: is . a thousands separator?"
-    return ""
+    if column.decimal != marks.mark:
+        return f"or is {marks.mark} the decimal mark?"
+    which = "with three decimals" if marks.is_fixed else "whole or with three decimals"
+    return f"{which}: is {marks.mark} a thousands separator?"

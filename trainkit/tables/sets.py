@@ -59,6 +59,7 @@ from trainkit.tables.columns import (
     read_numbers,
     target_column,
 )
+from trainkit.tables.marks import TableMark, find_marks, find_table_mark
 from trainkit.tables.network import NUM_FOLDS
 from trainkit.text import count, nfc, shorten
 
@@ -166,6 +167,18 @@ class TableConfig(TrainingConfig):
         return problems
 
 
+class Written(NamedTuple):
+    """How a table is written, which its numbers no longer tell.
+
+    words: those for missing values that stood among the numbers of a column, by row. separator:
+    between the cells, "" if it is no text. mark: for columns that leave it open.
+    """
+
+    words: dict[str, pd.Series]
+    separator: str = ""
+    mark: TableMark = TableMark()
+
+
 class TableSplit(NamedTuple):
     """Positions of the rows to train and to evaluate on, int64, folds, and lines of the plan.
 
@@ -195,26 +208,26 @@ def load_table(
     """Return the table of --data without dropped rows, the targets, and metadata.
 
     The index of the table holds row numbers from 0. The metadata have the options to read such a
-    table with, lines of the plan, the number that each row has in its file, words for missing
-    values that stood among the numbers of a column and, if the user chose the rows to evaluate on,
-    which follow those to train on, the index of the first of them and where they are from. Raises
-    UsageError.
+    table with, lines of the plan, the number that each row has in its file, what is Written and, if
+    the user chose the rows to evaluate on, which follow those to train on, the index of the first
+    of them and where they are from. Raises UsageError.
     """
     assert config.data is not None
     options: dict[str, Any] = {"separator": config.separator, "encoding": config.encoding}
-    table, target, places, plan = _read_rows(config.data, config, options)
+    table, target, places, plan, whole = _read_rows(config.data, config, options)
     metadata: dict[str, Any] = {"read_options": options, "truth": None} | places
     if config.missing_values:
         table, emptied = empty_cells(table, config.missing_values)
         options["missing_values"] = config.missing_values
         cells = [f"{count(number, 'cell')} of {name}" for name, number in emptied.items()]
-        found = shorten(cells, MAX_SHOWN) or "none found"
-        plan |= {"missing": f"{', '.join(config.missing_values)}: {found}"}
+        shown = shorten(cells, MAX_SHOWN) or "none found"
+        plan |= {"missing": f"{', '.join(config.missing_values)}: {shown}"}
     words_of = {}
     for name in table.columns.difference([*target, *config.categorical]):
         read, words_of[name] = read_numbers(table[name], with_words=config.missing != "drop")
         table[name] = read
-    metadata["words"] = {name: cells for name, cells in words_of.items() if len(cells)}
+    found = {name: cells for name, cells in words_of.items() if len(cells)}
+    metadata["written"] = Written(found, *_find_mark(table, whole))
     if not predicts_classes:
         _check_targets(table, config)
     used, dropped = _drop_missing(table, config)
@@ -222,12 +235,26 @@ def load_table(
     return used, target, metadata | {"plan": plan}
 
 
+def _find_mark(table: pd.DataFrame, whole: pd.DataFrame) -> tuple[str, TableMark]:
+    """Return what lies between the cells of a text file, and its decimal mark.
+
+    table: what is used, whose columns are numbers where they read as such. whole: all columns as
+    they are written, which are looked at if one that is used leaves the mark open.
+    """
+    separator = whole.attrs["form"].separator if "form" in whole.attrs else ""
+    used = (find_marks(table[name]) for name in table)
+    if not any(marks is not None and not marks.proof for marks in used):
+        return separator, TableMark()
+    return separator, find_table_mark((whole[name] for name in whole), separator)
+
+
 def _read_rows(
     data: str, config: TableConfig, options: dict[str, Any]
-) -> tuple[pd.DataFrame, list[str], dict[str, Any], dict[str, str]]:
+) -> tuple[pd.DataFrame, list[str], dict[str, Any], dict[str, str], pd.DataFrame]:
     """Return the table of load_table as it is written, its targets, places of rows, and the plan.
 
-    options: of read_table. Raises UsageError.
+    The rows to train on follow with all columns of the file. options: of read_table. Raises
+    UsageError.
     """
     where = f"--data {data}"
     # A column that the user names is not one that says which rows are evaluated.
@@ -252,7 +279,8 @@ def _read_rows(
         plan["data"] += f" ({attributes['files']})"
     if "question" in attributes:
         plan["names"] = attributes["question"]
-    return pd.concat(tables, ignore_index=True), target, places, plan | lines
+    table = pd.concat(tables, ignore_index=True)
+    return table, target, places, plan | lines, parts["train"]
 
 
 def _check_width(num_columns: int, where: str) -> None:
@@ -362,20 +390,20 @@ def make_table_sets(
     UsageError that says of each column whether it can be used. metadata: what load_table returns.
     in_folds: whether the training rows have their fold, for network.py.
     """
-    targets = [target_column(table[name], classes) for name in names]
     metadata = {**metadata}
+    written = metadata.pop("written", Written({}))
+    targets = [target_column(table[name], classes, written.mark.decimal) for name in names]
     first, where = metadata.pop("given", (math.inf, ""))
     in_file = metadata.pop("numbers", np.arange(len(table)))
     given = torch.from_numpy(table.index.to_numpy() >= first) if where else None
     numbers, wrong = encode_targets(table, targets)
-    known = None if wrong else numbers
-    options = config, given, metadata.pop("words", {})
-    split, learned, features, problems = read_features(table, targets, known, *options)
+    options = None if wrong else numbers, config, given, written
+    split, learned, features, problems = read_features(table, targets, *options)
     if problems or wrong or not features.shape[1]:
         places = _name_rows([row for row, _, _ in problems + wrong], in_file, first, where)
         raise UsageError(_judge(learned, problems + wrong, places, table, config))
     inputs, facts = standardise_columns("feature", features, split, config)
-    facts |= _describe_columns(learned) | {"targets": names}
+    facts |= _describe_columns(learned, targets, table, written)
     if classes:
         outputs = torch.from_numpy(numbers)
         parts = outputs[split.train], outputs[split.test]
@@ -384,7 +412,7 @@ def make_table_sets(
     else:
         outputs, more = standardise_columns("target", numbers, split, config)
         facts |= more | {"baseline": numbers[split.train].mean(0).tolist()}
-    plan = metadata["plan"] | make_plan(facts, learned, targets, table, split)
+    plan = metadata["plan"] | make_plan(facts, learned, targets, table, split, written.mark)
     folds = [split.fold] if in_folds else []
     rows = torch.from_numpy(in_file[table.index])
     return TableSets(
@@ -394,14 +422,26 @@ def make_table_sets(
     )
 
 
-def _describe_columns(learned: dict[str, Column]) -> dict[str, Any]:
-    """Return the metadata of the columns that are used, and the names of the others."""
+def _describe_columns(
+    learned: dict[str, Column], targets: list[Column], table: pd.DataFrame, written: Written
+) -> dict[str, Any]:
+    """Return the metadata of the columns that are used, and the names of the others.
+
+    The decimal mark of the targets is among them unless it is the usual one, a point in a file
+    without semicolons.
+    """
     columns = [column for column in learned.values() if not column.problem]
-    return {
+    facts = {
         "columns": [column.facts() for column in columns],
         "left_out": [name for name, column in learned.items() if column.problem],
         "features": [name for column in columns for name in column.feature_names()],
+        "targets": [column.name for column in targets],
     }
+    for column in targets:
+        has_marks = column.categories is None and find_marks(table[column.name]) is not None
+        if has_marks and (column.decimal == "," or written.separator == ";"):
+            facts["target_decimal"] = column.decimal
+    return facts
 
 
 def find_table_classes(values: pd.Series, where: str, config: TableConfig) -> list[str]:
@@ -444,17 +484,17 @@ def read_features(
     numbers: np.ndarray | None,
     config: TableConfig,
     given: torch.Tensor | None,
-    words_of: dict[str, pd.Series],
+    written: Written,
 ) -> tuple[TableSplit, dict[str, Column], np.ndarray, list[tuple[int, str, str]]]:
     """Split the rows, learn the columns; return the features of all rows, and encode()'s problems.
 
     Columns of free text come last. Without use one is left out, and rows are split as without it.
-    numbers: the targets of all rows; None if they cannot be read. words_of: see load_table.
+    numbers: the targets of all rows; None if they cannot be read. written: see load_table.
     """
     unread: dict[str, str] = {}
     pieces: dict[str, list[np.ndarray]] = {}
     while True:
-        split, learned = split_and_learn(table, targets, config, given, unread, words_of)
+        split, learned = split_and_learn(table, targets, config, given, unread, written)
         learned = dict(sorted(learned.items(), key=lambda item: item[1].scores is not None))
         columns = [column for column in learned.values() if not column.problem]
         features, problems = encode(table, [c for c in columns if c.scores is None])
@@ -511,12 +551,12 @@ def split_and_learn(
     config: TableConfig,
     given: torch.Tensor | None,
     unread: dict[str, str],
-    words_of: dict[str, pd.Series],
+    written: Written,
 ) -> tuple[TableSplit, dict[str, Column]]:
     """Split the rows and learn each column from those to train on. Raises UsageError.
 
     given: which rows the user chose to evaluate on, bool; None: a part is held out. unread: see
-    learn_column. words_of: see load_table.
+    learn_column. written: see load_table.
     """
     num_rows = len(table)
     if given is None:
@@ -527,14 +567,14 @@ def split_and_learn(
         train, test = (side.sort().values for side in sides)
     else:
         train, test = (torch.nonzero(given == side).flatten() for side in (False, True))
-    learned = learn_columns(table, targets, train.numpy(), config, unread, words_of)
+    learned = learn_columns(table, targets, train.numpy(), config, unread, written)
     hashes, must_repeat = hash_rows(table, targets, learned)
     together = torch.arange(num_rows) if must_repeat else hashes
     if given is None and len(test):
         parts = [side.sort().values for side in splits.keep_together(train, test, together)]
         if all(map(len, parts)) and not torch.equal(parts[0], train):
             train, test = parts
-            learned = learn_columns(table, targets, train.numpy(), config, unread, words_of)
+            learned = learn_columns(table, targets, train.numpy(), config, unread, written)
     plan = splits.describe_equal(hashes[train], hashes[test], "row")
     if given is None and config.test_fraction == 0:
         test = train
@@ -591,16 +631,18 @@ def learn_columns(
     train: np.ndarray,
     config: TableConfig,
     unread: dict[str, str],
-    words_of: dict[str, pd.Series],
+    written: Written,
 ) -> dict[str, Column]:
     """Learn from its training rows how each feature is encoded, or why it is left out."""
     options = config.categorical, config.missing, unread
+    decimal = written.mark.decimal
     learned = {}
     for name in table.columns.drop([column.name for column in targets]):
         if is_index(table[name]) and not config.features:
             learned[name] = Column(name, problem="left out: an index")
         else:
-            learned[name] = learn_column(table[name], train, *options, words_of.get(name))
+            cells = written.words.get(name)
+            learned[name] = learn_column(table[name], train, *options, cells, decimal)
     return learned
 
 
@@ -632,6 +674,7 @@ def make_plan(
     targets: list[Column],
     table: pd.DataFrame,
     split: TableSplit,
+    mark: TableMark,
 ) -> dict[str, str]:
     """Return the lines of the plan that say how the table is used."""
     used = learned | {column.name: column for column in targets if column.categories is None}
@@ -641,8 +684,8 @@ def make_plan(
     for name, values in table.items():
         column = used.get(name, Column(name))
         texts[name] = str(column)
-        if thousands := doubts.ask_thousands(values, column):
-            texts[name] += f", {thousands}"
+        if doubt := doubts.ask_mark(values, column, mark):
+            texts[name] += f", {doubt}"
         if not column.holds_texts and not column.problem:
             missing[name] = doubts.ask_missing(values, column)
             if name not in facts["targets"]:

@@ -13,8 +13,8 @@ import torch
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.atomic import write_durably
 from trainkit.reading import frames
-from trainkit.tables.amounts import NUM_LOOKED_AT, PATTERNS, take_apart
 from trainkit.tables.columns import Column, ask_words, empty_cells, encode, parse_cells
+from trainkit.tables.marks import has_decimal_comma
 from trainkit.text import count, shorten, write_number
 
 # Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers (with a decimal
@@ -97,7 +97,8 @@ def add_predictions(
     if outside:  # each of them, where the message names the first rows
         rows[OUTSIDE] = pd.Series({row: "; ".join(outside[row]) for row in outside}, rows.index)
     rows = rows.astype(object).where(rows.notna(), "")  # or map would turn ids into floats
-    if form is not None and has_decimal_comma(written, form.separator):
+    target = metadata.get("target_decimal", "")  # older runs have none
+    if form is not None and has_decimal_comma(written, columns, target, form.separator):
         rows[[*predictions]] = rows[[*predictions]].map(_with_comma)
     rows = rows.map(_not_a_formula).rename(columns=_not_a_formula)
     form = form or frames.TextForm()
@@ -112,26 +113,6 @@ def add_predictions(
         notes += f"\nwritten in UTF-8, as {form.encoding} has no {letter!r}"
     write_durably(output, content)
     return f"{output}{notes}\n{shown}"
-
-
-def has_decimal_comma(table: pd.DataFrame, separator: str) -> bool:
-    """Return whether the numbers of a text file have a decimal comma.
-
-    More columns have numbers that can only be read with it than with a point; without any numbers
-    that tell, a semicolon does, which Excel writes where the comma is the decimal mark.
-    """
-    votes = dict.fromkeys(PATTERNS, 0)
-    for name in table:
-        texts = (cell for cell in table[name].unique()[:NUM_LOOKED_AT] if isinstance(cell, str))
-        numbers = [cell.number for cell in map(take_apart, map(str.strip, texts)) if cell]
-        for mark, other in ((".", ","), (",", ".")):
-            votes[mark] += any(
-                PATTERNS[mark].fullmatch(number) and not PATTERNS[other].fullmatch(number)
-                for number in numbers
-            )
-    if votes[","] == votes["."]:
-        return separator == ";"
-    return votes[","] > votes["."]
 
 
 def _with_comma(value: Any) -> Any:
