@@ -63,12 +63,16 @@ class Variables:
 
     Attributes:
         before: what they held before the first step; of plain things, before those of this epoch.
+        plain: the names of those, as they were before the first step: all processes look alike.
+        said: the names that a line has named.
     """
 
     def __init__(self, accelerator: Accelerator, registered: Sequence[Any]):
         self.accelerator = accelerator
         self.registered = registered
         self.before: dict[str, Seen] | None = None
+        self.plain: list[str] = []
+        self.said: set[str] = set()
 
     def start(self) -> None:
         """Remember what they hold before the steps; a function of the script calls the caller.
@@ -77,11 +81,11 @@ class Variables:
         """
         if self.before is None:
             self._refuse_scalers()
-            self.before = self._look() if self.accelerator.is_main_process else {}
+            self.before = self._look()
+            self.plain = [name for name, seen in self.before.items() if seen.is_plain]
             return
-        plain = [name for name, seen in self.before.items() if seen.is_plain]
-        now = self._look() if plain else {}
-        for name in plain:
+        now = self._look() if self.plain else {}
+        for name in self.plain:
             self.before[name] = now.get(name, EMPTY)
 
     def _refuse_scalers(self) -> None:
@@ -100,9 +104,9 @@ class Variables:
         """A line about those that have changed, once for each."""
         before = self.before or {}
         now = self._look() if before else {}
-        names = [name for name in before if is_changed(before[name], now.get(name, EMPTY))]
-        for name in names:
-            del before[name]
+        changed = {name for name in before if is_changed(before[name], now.get(name, EMPTY))}
+        names = [name for name in before if name in changed - self.said]
+        self.said |= changed
         if not names:
             return []
         return [
