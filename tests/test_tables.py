@@ -723,15 +723,16 @@ OPEN = {
     "below zero, in euros": (
         ";", {"a": [f"{c} EUR" for c in PROOF], "y": [f"-{c} EUR" for c in FIXED]}, -268.177, ""),
     "other columns prove a point": (";", {"a": ENGLISH, "y": FIXED}, 268177, ""),
-    "exponents prove a point": (";", {"a": [f"{n}.250e+01" for n in range(9)], "y": FIXED}, 268177,
+    "exponents prove a point": (";", {"a": [f"{c}0e+01" for c in ENGLISH], "y": FIXED}, 268177,
                                 ""),
     "blanks and apostrophes prove it": (
         ";", {"a": ["1 234,567", "2 345,678", "1,2"] * 3, "y": FIXED}, 268.177, ""),
     "Indian groups prove it": (
         ";", {"a": ["1,23,456", "12,345", "1,234"] * 3, "y": FIXED}, 268177, ""),
     "dollars prove themselves": (";", {"a": PROOF, "y": [f"${c}" for c in FIXED]}, 268177, ""),
-    "dates prove nothing": (
-        ",", {"a": [f"{n}.12.2020" for n in range(1, 10)], "y": FIXED}, 268177, THOUSAND),
+    "dates say nothing": (
+        ";", {name: [f"{n}.12.2020" for n in range(1, 10)] for name in "ab"} | {"y": FIXED},
+        268.177, COMMA),
     "columns of both": (";", {"a": PROOF, "b": PROOF, "c": ENGLISH, "y": FIXED}, 268.177, COMMA),
     "a semicolon alone": (";", {"a": range(9), "y": FIXED}, 268.177, COMMA),
     "a semicolon, of two open columns": (";", {"a": ROUND, "y": FIXED}, 268.177, COMMA),
@@ -785,6 +786,7 @@ BACK = {
     "thousands beside points": (";", {"a": FIXED, "b": ENGLISH, "y": range(9)}, ["a", "b"], "."),
     "three decimals with commas": (";", {"a": FIXED, "b": PROOF, "y": FIXED}, ["a", "b"], ","),
     "commas between tabs": ("\t", {"a": FIXED, "b": PROOF, "y": FIXED}, ["a", "b"], ","),
+    "no decimals between commas": (",", {"a": range(9), "y": range(9)}, ["a"], "."),
     "a unit without decimals": (";", {"a": [f"{n} months" for n in range(9)], "y": range(9)}, ["a"],
                                 ","),
 }  # fmt: skip
