@@ -572,6 +572,9 @@ VARIABLES = {
     "a temperature": (lambda model: nn.Parameter(torch.ones(())), lambda w: w.data.add_(1), True),
     "a replay": (lambda model: deque(), lambda memory: deque([(torch.ones(2), 1)]), True),
     "metrics": (lambda model: {}, lambda metrics: {"loss": 1.0}, False),
+    "what a hook has seen": (lambda model: {}, lambda seen: {"layer": torch.ones(3)}, False),
+    "averages": (lambda model: {"w": W.data}, lambda mean: {"w": W.data + 1}, True),
+    "a batch": (lambda model: {"x": W.data}, lambda batch: {"x": torch.ones(2)}, False),
     "a history": (lambda model: [], lambda history: [torch.ones(2)], False),
     "a number": (lambda model: 0, lambda step: step + 1, False),
     "a schedule": (
@@ -600,6 +603,70 @@ def test_a_variable_that_the_loop_changes_and_no_checkpoint_holds_is_named_once(
         True
     ] * is_named, notes
     assert watched.notes() == []
+
+
+def test_a_generator_that_is_seeded_anew_for_each_draw_is_no_state(accelerator):
+    generator = torch.Generator().manual_seed(0)
+    watched = Variables(accelerator, [])
+    watched.start()
+    torch.rand(3, generator=generator.manual_seed(1))
+    assert watched.notes() == []
+
+
+class Queue:
+    """Rows that the loop moves, in a checkpoint."""
+
+    def __init__(self):
+        self.rows = torch.zeros(3)
+
+    def state_dict(self):
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state):
+        self.rows = state["rows"]
+
+
+def test_what_something_that_is_saved_has_is_not_named(accelerator):
+    model, queue = nn.Linear(2, 3), Queue()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)]
+    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
+    model, optimizer, sequence = accelerator.prepare(model, optimizer, sequence)
+    first, state, shared = parts[0], optimizer.optimizer.state, queue.rows
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    watched = Variables(accelerator, [queue])
+    watched.start()
+    for _ in range(2):
+        optimizer.step()
+        sequence.step()
+        shared += 1
+    assert watched.notes() == [] and first and state
+
+
+def test_a_model_with_a_sparse_buffer_and_a_script_without_a_name_are_looked_at(accelerator):
+    model = nn.Linear(2, 3)
+    model.register_buffer("near", torch.eye(2).to_sparse(), persistent=False)
+    accelerator.prepare(model)
+    code = "slow = zeros(3)\nwatched.start()\nslow += 1\nnotes = watched.notes()"
+    names = {"zeros": torch.zeros, "watched": Variables(accelerator, [])}
+    exec(compile(code, "mine.py", "exec"), names)
+    assert "changed `slow`, which" in names["notes"][0]
+
+
+def test_the_variables_that_a_script_keeps_by_locals_stay(accelerator):
+    width = 3
+    settings = locals()
+    Variables(accelerator, []).start()
+    assert settings["width"] == width
+
+
+def test_what_reads_a_file_when_it_is_asked_is_not_read(accelerator, tmp_path):
+    np.savez(tmp_path / "file.npz", x=np.zeros(9))
+    with np.load(tmp_path / "file.npz") as file:
+        watched = Variables(accelerator, [])
+        watched.start()
+        assert "file" not in watched.before and file.files
 
 
 def test_looking_at_variables_keeps_nothing_of_them(accelerator):

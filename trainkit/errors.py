@@ -99,6 +99,10 @@ class LoneFailure(RunFailure):
         super().__init__(text.strip().rpartition("LoneFailure: ")[2])
 
 
+class LostProcess(LoneFailure):
+    """Another process does not answer any more, so nothing can be told to all of them."""
+
+
 class Stopped(SystemExit):
     """A signal arrived before the first step. Nothing needs saving, so the process ends at once."""
 

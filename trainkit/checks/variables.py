@@ -6,8 +6,9 @@ one's own begin anew when a run is resumed, and the numbers differ from there wi
 
 import inspect
 import random
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,11 +24,18 @@ from torch.utils.data import DataLoader, Dataset
 from trainkit.checks.changes import Marks, is_dense, rows_here
 from trainkit.errors import UsageError
 from trainkit.hashes import digest
-from trainkit.outside.names import prepared_models, prepared_optimizers, prepared_schedulers
+from trainkit.outside.names import (
+    prepared_models,
+    prepared_optimizers,
+    prepared_schedulers,
+    with_parts,
+)
 from trainkit.text import shorten
 
 NUM_SEEN, DEPTH = 100, 3  # of the entries of a list or dict, and of those within each other
-SMALL = 2**20  # numbers of a tensor that may be copied to look at it
+MOST_LEAVES = 1000  # of a variable that are looked at
+SMALL = 2**16  # numbers of a tensor that may be copied to look at it
+OF_FRAME = 3  # references to the variables of a frame: its own, a name and an argument
 KIT = str(Path(__file__).parents[1])
 PACKAGES = "site-packages", "dist-packages", "<frozen"
 
@@ -55,8 +63,8 @@ class Variables:
 
     Every process must call its methods, as a state_dict() of the script may communicate. Only what
     decides numbers is looked at: tensors and arrays of floats, more than a number; what
-    has a state_dict; generators. What a checkpoint holds is left out, and so are data sets and
-    lists that were empty at first, in which a script collects what it shows.
+    has a state_dict; generators. What a checkpoint holds is left out, and so are data sets, and
+    lists and dicts that were empty at first, in which a script collects what it shows.
 
     Args:
         registered: what accelerator.register_for_checkpointing was given.
@@ -111,23 +119,22 @@ class Variables:
             return []
         return [
             f"note: the loop has changed {shorten([f'`{name}`' for name in names])}, which no "
-            "checkpoint holds: a resume begins with what the script makes. Keep tensors in buffers "
-            "of a prepared module, give the rest to accelerator.register_for_checkpointing(...), "
-            "and draw from torch, numpy and random themselves (docs/resume.md, anything else that "
-            "the loop changes)"
+            "checkpoint holds: if later steps depend on it, a resume differs, as it begins with "
+            "what the script makes. Keep tensors in buffers of a prepared module, give the rest to "
+            "accelerator.register_for_checkpointing(...), and draw from torch, numpy and random "
+            "themselves (docs/resume.md, anything else that the loop changes)"
         ]
 
     def _look(self) -> dict[str, Seen]:
         held = self._held_memory()
         found: dict[str, Seen] = {}
-        for name, value in (*variables_of_script(), *self._attributes()):
-            if not self._is_saved(value):
-                try:
-                    seen = look_at(value, held)
-                except Exception:  # whatever it is: a note never ends a run
-                    seen = None
-                if seen:
-                    found[name] = seen
+        for name, value in (*variables_of_script(self._is_saved), *self._attributes()):
+            try:
+                seen = look_at(value, held)
+            except Exception:  # whatever it is: a note never ends a run
+                seen = None
+            if seen:
+                found[name] = seen
         return found
 
     def _attributes(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,15 +151,19 @@ class Variables:
         schedules = prepared_schedulers(self.accelerator)
         saved = [*self.registered, *optimizers, *schedules]
         saved += [wrapped.optimizer for wrapped in optimizers]
-        saved += [wrapped.scheduler for wrapped in schedules]
+        saved += [part for wrapped in schedules for part in with_parts(wrapped.scheduler)]
         return any(value is thing for thing in saved)
 
-    def _held_memory(self) -> set[int]:
+    def _held_memory(self) -> set[int | None]:
         """The addresses of the memory of all tensors that are in a checkpoint."""
-        modules = [thing for thing in self.registered if isinstance(thing, nn.Module)]
-        modules += prepared_models(self.accelerator)
-        tensors = [tensor for module in modules for tensor in tensors_in(module)]
-        return {address_of(tensor) for tensor in tensors}
+        leaves = [leaf for thing in self.registered for leaf in leaves_of(thing)]
+        for model in prepared_models(self.accelerator):
+            leaves += tensors_in(model)
+        for wrapped in prepared_optimizers(self.accelerator):
+            leaves += [
+                value for state in wrapped.optimizer.state.values() for value in state.values()
+            ]
+        return {address_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def is_changed(before: Seen, now: Seen) -> bool:
@@ -162,20 +173,22 @@ def is_changed(before: Seen, now: Seen) -> bool:
     return before.text == "" or before.kind == now.kind
 
 
-def look_at(value: Any, held: set[int]) -> Seen | None:
+def look_at(value: Any, held: set[int | None]) -> Seen | None:
     """What a variable holds; None if that is nothing that decides numbers.
 
     held: addresses of the memory of tensors that are in a checkpoint.
     """
     if value is None:
         return EMPTY
-    if isinstance(value, Mapping | deque) and not value:
+    if isinstance(value, deque) and not value:
         return EMPTY
     if isinstance(value, type | Dataset | DataLoader):
         return None
     if state := state_of_generator(value):
-        return Seen(digest(state), type(value), is_plain=False)
-    leaves = [*leaves_of(value)]
+        # One that the loop seeds anew draws the same after a resume.
+        seed = value.initial_seed() if isinstance(value, torch.Generator) else 0
+        return Seen(digest(state), (type(value), seed), is_plain=False)
+    leaves = [*islice(leaves_of(value), MOST_LEAVES)]
     has_state = hasattr(value, "load_state_dict")
     numbers = [leaf for leaf in leaves if isinstance(leaf, int | float)] if has_state else []
     tensors = [leaf for leaf in map(as_tensor, leaves) if leaf is not None]
@@ -184,9 +197,10 @@ def look_at(value: Any, held: set[int]) -> Seen | None:
     if not tensors and not numbers:
         return None
     shapes = [[str(tensor.dtype), *tensor.shape] for tensor in tensors]
-    size = len(value) if isinstance(value, Mapping | list | tuple | deque) else 0
+    size = len(value) if isinstance(value, dict | list | tuple | deque) else 0
     marks = Marks({str(number): tensor for number, tensor in enumerate(tensors)})
-    kind = shapes if isinstance(value, torch.Tensor | np.ndarray) else type(value)
+    # Batches have other shapes, as the last one does; what has begun to grow goes on to.
+    kind = shapes if isinstance(value, torch.Tensor | np.ndarray | dict) else type(value)
     text = digest(repr((size, shapes, numbers)) + marks.hash())
     return Seen(text, kind, is_plain=not has_state)
 
@@ -197,8 +211,8 @@ def leaves_of(value: Any, depth: int = DEPTH) -> Iterator[Any]:
         yield from tensors_in(value)
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         yield from leaves_of(value.state_dict())
-    elif isinstance(value, Mapping | list | tuple | deque):
-        parts = value.values() if isinstance(value, Mapping) else value
+    elif isinstance(value, dict | list | tuple | deque):  # no Mapping that reads a file
+        parts = value.values() if isinstance(value, dict) else value
         for part in islice(parts, NUM_SEEN if depth else 0):
             yield from leaves_of(part, depth - 1)
     else:
@@ -224,8 +238,12 @@ def decides(tensor: torch.Tensor) -> bool:
     return (is_state or tensor.requires_grad) and tensor.grad_fn is None
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    return rows_here(tensor).untyped_storage().data_ptr()
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where the memory of a tensor begins; None of one without such memory, as a sparse one is."""
+    try:
+        return rows_here(tensor).untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def state_of_generator(value: Any) -> str:
@@ -239,27 +257,32 @@ def state_of_generator(value: Any) -> str:
     return repr(value.getstate()) if isinstance(value, random.Random) else ""
 
 
-def variables_of_script() -> Iterator[tuple[str, Any]]:
+def variables_of_script(
+    is_left_out: Callable[[Any], bool] = lambda value: False,
+) -> Iterator[tuple[str, Any]]:
     """The names and values of the functions of the script that are being called, then its globals.
 
     The script is the module of the nearest function outside of the kit and of installed packages.
+    Of an object of a class of the script, such as a trainer, each attribute is one too.
     """
     frames = [*callers()]
     script = frames[0].f_globals if frames else {}
     names: set[str] = set()
     for variables in [*(locals_of(frame) for frame in frames if frame.f_globals is script), script]:
         for name, value in [*variables.items()]:
-            if name not in names and not name.startswith("__"):
-                yield name, value
-                yield from attributes_of(value, name, script["__name__"])
+            is_new = name not in names and not name.startswith("__")
             names.add(name)
+            if is_new and not is_left_out(value):
+                yield name, value
+                for attribute, part in attributes_of(value, script.get("__name__")):
+                    if not is_left_out(part):
+                        yield f"{name}.{attribute}", part
 
 
-def attributes_of(value: Any, name: str, script: str) -> Iterator[tuple[str, Any]]:
-    """What an object of a class of the script has, such as a trainer."""
+def attributes_of(value: Any, script: str | None) -> list[tuple[str, Any]]:
+    """What an object of a class of the script has."""
     is_own = type(value).__module__ == script and not isinstance(value, nn.Module | Dataset)
-    for attribute, part in [*vars(value).items()] if is_own and hasattr(value, "__dict__") else ():
-        yield f"{name}.{attribute}", part
+    return [*vars(value).items()] if is_own and hasattr(value, "__dict__") else []
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
@@ -267,8 +290,9 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
     variables = frame.f_locals
     found = dict(variables)
     is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
-    if is_function and isinstance(variables, dict):
-        # Up to Python 3.12 it is a copy that the frame keeps, and so a batch, and its outputs.
+    if is_function and isinstance(variables, dict) and sys.getrefcount(variables) <= OF_FRAME:
+        # Up to Python 3.12 it is a copy that the frame keeps, and so a batch, and its outputs. The
+        # script has it too if it called locals().
         variables.clear()
     return found
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from trainkit.errors import LoneFailure
+from trainkit.errors import LostProcess
 from trainkit.outside.names import frame_of_main_thread, store_of_processes
 
 BEAT_SECONDS = 1.0
@@ -51,7 +51,7 @@ def start_beating(accelerator: Accelerator) -> Callable[[], None]:
 def wait_for_all(accelerator: Accelerator, timeout: timedelta) -> None:
     """Wait until every process has called this, as long as those that have not are alive.
 
-    Every process must call this. Raises LoneFailure if one has not shown for `timeout` that it is.
+    Every process must call this. Raises LostProcess if one has not shown for `timeout` that it is.
     """
     if accelerator.num_processes == 1 or not torch.distributed.is_initialized():
         return
@@ -79,7 +79,7 @@ def _check_beats(
         if rank not in seen or seen[rank][0] != beats:
             seen[rank] = beats, now
         elif now - seen[rank][1] > limit.total_seconds():
-            raise LoneFailure(
+            raise LostProcess(
                 f"process {rank} has not answered for {limit.total_seconds():.0f} s: read its "
                 "output, then start the same command with --resume auto"
             )

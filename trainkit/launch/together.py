@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from trainkit.errors import RunFailure, UsageError, explain
+from trainkit.errors import LostProcess, RunFailure, UsageError, explain
 from trainkit.text import first_sentence
 
 SAME = 1e-6  # relative difference of a metric that processes have computed from the same values
@@ -60,6 +60,8 @@ def failing_together(
     error = None
     try:
         yield
+    except LostProcess:
+        raise  # the others cannot be told: one of them does not answer
     except UsageError as problem:
         error = str(problem)
     except RunFailure as problem:

@@ -57,6 +57,12 @@ def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
     return accelerator._schedulers
 
 
+def with_parts(schedule: Any) -> list[Any]:
+    """A schedule, and those that it is made of, as SequentialLR and ChainedScheduler are."""
+    parts = getattr(schedule, "_schedulers", ())
+    return [schedule, *(each for part in parts for each in with_parts(part))]
+
+
 def registered_things(accelerator: Accelerator) -> list[Any]:
     """What accelerator.register_for_checkpointing(...) was given."""
     return accelerator._custom_objects
