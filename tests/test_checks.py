@@ -1,5 +1,6 @@
 """What a run says of a data set or a function that would give misleading numbers, and what not."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset
 
 from trainkit.checks.buffers import Buffers
 from trainkit.checks.data import check_indexable
-from trainkit.checks.losses import Losses, Share, uses
+from trainkit.checks.losses import Losses, Share, first_numbers, single_value, uses
 from trainkit.checks.outer import check_outer
 from trainkit.checks.prepared import check_batch_norm
 from trainkit.errors import UsageError, advise, explain
@@ -124,7 +125,7 @@ A_TERM, A_FACTOR, ONE_NUMBER = "the loss has a term", "by a factor", "got one nu
         ("run.step_mean(loss).sqrt()", A_FACTOR),
         ("run.step_mean(loss) * batch['y'].std()", A_FACTOR),
         ("(-one.bias[0]).exp() * run.step_mean(loss) + run.step_mean(loss.sqrt()) / 3", ""),
-        ("run.step_mean(loss.mean().expand(len(loss)))", ONE_NUMBER),
+        ("run.step_mean(loss.mean().repeat(len(loss)))", ONE_NUMBER),
         ("run.step_mean(0 * loss + one.weight.square().sum())", ""),
         ("run.step_mean(loss * run.step_mean(loss).detach())", ""),
     ],
@@ -155,13 +156,44 @@ def test_a_loss_uses_the_weights_that_get_a_gradient_from_it():
     assert not uses(torch.ones(()), [one.weight])
 
 
+def test_the_first_numbers_of_a_process_without_rows_are_none():
+    assert first_numbers([nn.Parameter(torch.empty(0, 3))]).shape == (0,)
+    assert first_numbers([nn.Parameter(torch.ones(2, 3))]).tolist() == [1]
+
+
+def test_values_without_elements_have_no_single_value():
+    assert math.isnan(single_value(torch.empty(3, 0)))
+    assert single_value(torch.ones(3, 2)) == 1
+
+
+@pytest.mark.parametrize("num_micro_batches, num_looks", [(1, 1), (2, 2)])
+def test_numbers_of_a_loss_are_read_rarely_and_not_in_float64(
+    monkeypatch, num_micro_batches, num_looks
+):
+    """MPS has no float64, and each look waits for the device: at a mean, its flow and the loss.
+
+    The flow is looked at once more where a loss may have been divided by --accumulate.
+    """
+    losses, looks = Losses(SimpleNamespace(num_processes=1, scaler=None), [], 2, print), []
+    mean = torch.tensor(2.0, requires_grad=True) * 1
+    losses.watch_mean(mean, torch.ones(1))
+    losses.note_backward(mean / 3)
+    (mean / 3).backward()
+    losses.end_backward()
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: looks.append(1) or item(tensor))
+    monkeypatch.setattr(torch.Tensor, "double", None)
+    losses.finish_micro_batch(num_micro_batches)
+    assert len(looks) == 2 + num_looks
+
+
 def test_losses_of_several_processes_are_compared(monkeypatch):
     said = []
     two = SimpleNamespace(num_processes=2, scaler=None)
     losses = Losses(two, [], 1, said.append)
     monkeypatch.setattr(
         "trainkit.checks.losses.gather_object",
-        lambda own: [*own, Share([1.0], [0.5], [3.0], [float("nan")])],
+        lambda own: [*own, Share([1.0], [0.5], [3e-5], [float("nan")])],
     )
     for penalty in (0.5, 0.4):
         mean = torch.tensor(2.0, requires_grad=True) * 1

@@ -14,6 +14,7 @@ import torch
 from conftest import forget_accelerator
 from loops import NUM_SAMPLES, Numbers, make_config
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainkit.errors import UsageError
@@ -474,7 +475,7 @@ def keeps_gradients_after_the_step(script):
     script.zero_grad = lambda optimizer: None
 
 
-@told("--accumulate 2: the weights were changed between two backward passes .* as SAM does")
+@told("--accumulate 2: the weights were changed after a backward pass .* as SAM does")
 def a_second_pass_at_other_weights(script):
     def climb_and_pass(batch):
         script.one.weight.data.add_(0.1)
@@ -485,7 +486,13 @@ def a_second_pass_at_other_weights(script):
 
 @told("--accumulate 2: the weights were changed .* `if accelerator.sync_gradients:`")
 def decays_weights_in_each_micro_batch(script):
-    script.before_the_loss = lambda batch: script.one.weight.data.mul_(0.9)
+    script.before_the_end_of_the_step = lambda batch: script.one.weight.data.mul_(0.9)
+
+
+@told(r"`self.scaler` is a GradScaler: .* 65536 times .* fp16 in")
+def scales_the_loss_by_hand(script):
+    script.scaler = torch.amp.GradScaler("cpu")
+    script.backward = lambda loss: script.run.accelerator.backward(script.scaler.scale(loss))
 
 
 @told("--accumulate 2: an optimizer was stepped before .* all passes before the first optimizer")
@@ -787,7 +794,88 @@ def test_a_mistake_in_the_loop_is_told_before_the_second_epoch(tmp_path, mistake
     assert script.num_batches <= 11
 
 
-def test_a_script_without_a_mistake_is_told_nothing(tmp_path):
+CORRECT = []
+
+
+def correct(change: Callable) -> Callable:
+    CORRECT.append(pytest.param(change, id=change.__name__))
+    return change
+
+
+@correct
+def nothing_is_changed(script):
+    pass
+
+
+class Normed(nn.Linear):
+    """Forced weight normalisation, as in EDM2."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(F.normalize(self.weight))
+        return super().forward(x)
+
+
+@correct
+def a_forward_pass_normalises_weights(script):
+    script.make_second_model = lambda: Normed(4, 1)
+
+
+@correct
+def only_reads_the_norm_of_the_gradients(script):
+    def read(batch):
+        nn.utils.clip_grad_norm_(script.one.parameters(), math.inf)
+
+    script.before_the_end_of_the_step = read
+
+
+@correct
+def has_loss_scales_that_it_does_not_use(script):
+    script.of_an_earlier_phase = torch.amp.GradScaler("cpu")
+    script.of_an_earlier_phase.scale(torch.ones(()))
+    script.unused, script.off = (torch.amp.GradScaler("cpu", enabled=on) for on in (True, False))
+    backward = script.backward
+    script.backward = lambda loss: backward(script.off.scale(loss))
+
+
+@correct
+def expands_a_penalty(script):
+    def mean(losses):
+        penalty = losses.softmax(0).square().sum().expand(script.run.num_samples or 1)
+        return script.run.step_mean(losses) + script.run.step_mean(0.1 * penalty)
+
+    script.mean = mean
+
+
+@correct
+def passes_on_the_gradient_of_outputs(script):
+    def backward(loss):
+        hidden = script.hidden.detach().requires_grad_()
+        loss = script.run.step_mean((script.two(hidden) - script.y).square())
+        script.run.accelerator.backward(loss)
+        script.run.accelerator.backward((script.hidden * hidden.grad).sum())
+
+    def losses_of(batch):
+        script.hidden, script.y = script.one(batch["x"]), batch["y"]
+        return (script.two(script.hidden) - script.y).square()
+
+    script.losses_of, script.backward = losses_of, backward
+
+
+@correct
+def a_loss_of_few_bits(script):
+    def mean(losses):
+        penalty = 0.1 * script.one.weight.square().sum()
+        return (script.run.step_mean(losses) + penalty).bfloat16()
+
+    script.mean = mean
+
+
+@pytest.mark.parametrize("change", CORRECT)
+def test_a_script_without_a_mistake_is_told_nothing(tmp_path, capfd, change):
     script = Script(f"--accumulate 2 --save-every 1 --run-dir {tmp_path}")
+    change(script)
     script.train()
     assert script.num_batches == 22
+    assert "note: " not in capfd.readouterr().out

@@ -26,7 +26,7 @@ from trainkit.checks.changes import Marks
 from trainkit.checks.data import WatchedSets
 from trainkit.checks.variables import Variables
 from trainkit.config import TrainingConfig
-from trainkit.errors import RunFailure, UsageError
+from trainkit.errors import RunFailure
 from trainkit.numbers.loaders import InMemory, batches_of, make_loaders
 from trainkit.outside.fixes import end_workers
 from trainkit.sharding import shards
@@ -718,15 +718,6 @@ def test_what_is_first_there_in_a_later_epoch_is_no_state(accelerator):
     watched.start()
     batch = batch + 1
     assert watched.notes() == []
-
-
-def test_a_loss_scale_of_the_script_is_refused(accelerator):
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    Variables(accelerator, []).start()
-    scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(UsageError, match=r"`scaler` is a GradScaler: .* 65536 times .* fp16 in"):
-        Variables(accelerator, []).start()
-    assert scaler.is_enabled()
 
 
 def test_a_tensor_of_a_layer_that_is_no_buffer_is_named(accelerator):

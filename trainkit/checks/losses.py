@@ -19,6 +19,7 @@ from trainkit.numbers.optim import weights_of
 MAX_NODES = 64  # of the graph of a loss are looked at, from its end
 MAX_GRAPH = 10_000  # the same of a loss after the step of an optimizer
 SAME = 1e-5  # relative difference that rounding makes
+NUM_ROUNDED = 4  # roundings of a loss of few bits, such as bfloat16
 NUM_SINGLE = 3  # steps in which all samples of a share have one value: some alike do so by chance
 HOW_IT_IS_SPLIT = "so the numbers depend on how a batch is split over processes and micro-batches"
 
@@ -46,13 +47,13 @@ class Share:
     Attributes:
         factors: what its backward passes multiplied the means by.
         rests: what is left of the losses without the means.
-        sizes: of the terms of these losses.
+        roundings: how far apart rounding can bring rests.
         single: the number that all samples have as a value, for each mean; NaN if they differ.
     """
 
     factors: list[float]
     rests: list[float]
-    sizes: list[float]
+    roundings: list[float]
     single: list[float]
 
 
@@ -68,8 +69,9 @@ class Losses:
         passes: the backward passes of the micro-batch.
         in_backward: the last of them has not ended.
         is_quotient: the loss of the micro-batch ends with a division.
-        weights_then: some of their numbers, as they were in the last backward pass of the step.
-        gradients_then: what they were like after it.
+        weights_then: some of their numbers, as they were after the last backward pass of the
+            micro-batch. The forward pass of the next may change them: it may normalise weights.
+        gradients_then: what they were like after the last backward pass of the step.
         is_open: no gradients have been clipped in this micro-batch.
         stepped: the weights of the optimizers that were stepped in it.
         shares: of the step.
@@ -90,7 +92,6 @@ class Losses:
         self.is_split = accelerator.num_processes * accumulate > 1
         self.shares: list[Share] = []
         self.singles: list[str] = []
-        self.weights_then: torch.Tensor | None = None
         self.gradients_then: Marks | None = None
         self.start_micro_batch()
 
@@ -102,6 +103,7 @@ class Losses:
         self.is_quotient = False
         self.is_open = True
         self.stepped: list[torch.Tensor] = []
+        self.weights_then: torch.Tensor | None = None
 
     def watch_mean(self, mean: torch.Tensor, values: torch.Tensor) -> None:
         """Remember a mean of run.step_mean, and the gradient that comes to it."""
@@ -110,7 +112,7 @@ class Losses:
         mean.register_hook(partial(self._note_flow, len(self.means)))
         self.means.append(mean.detach())
         if self.is_split:
-            self.single.append(single_value(values.detach()))
+            self.single.append(single_value(values))
 
     def _note_flow(self, number: int, gradient: torch.Tensor) -> None:
         if self.in_backward:  # else the script itself computes gradients
@@ -128,14 +130,7 @@ class Losses:
             return
         if isinstance(loss, torch.Tensor):
             self.is_quotient = self.is_quotient or ends_with_division(loss)
-        weights = first_numbers(self.weights)
-        if self.weights_then is not None and not torch.equal(self.weights_then, weights):
-            raise UsageError(
-                f"--accumulate {self.accumulate}: the weights were changed between two backward "
-                "passes of a step, as SAM does. They would move by the gradient of a micro-batch, "
-                "not by that of the step: use --accumulate 1, or, if it is to be done once in a "
-                "step, do it `if accelerator.sync_gradients:`"
-            )
+        self._check_weights()
         if self._have_gradients_changed():
             raise RuntimeError(
                 "the gradients of the earlier micro-batches of --accumulate were changed before "
@@ -143,7 +138,6 @@ class Losses:
                 "do: change gradients `if accelerator.sync_gradients:`, and call "
                 "optimizer.zero_grad() after optimizer.step()"
             )
-        self.weights_then = weights if self.is_open else None
         if isinstance(loss, torch.Tensor) and self.stepped and uses(loss, self.stepped):
             raise UsageError(
                 f"--accumulate {self.accumulate}: an optimizer was stepped before the last "
@@ -156,6 +150,7 @@ class Losses:
         """Note that accelerator.backward has returned."""
         self.in_backward = False
         if self.accumulate > 1 and self.is_open:
+            self.weights_then = first_numbers(self.weights)
             self.gradients_then = Marks(self._gradients())
 
     def close_window(self) -> None:
@@ -167,6 +162,18 @@ class Losses:
         """Remember the weights of an optimizer that is stepped now."""
         self.stepped += weights_of(optimizer)
 
+    def _check_weights(self) -> None:
+        """Raise UsageError if weights were changed after a backward pass of the micro-batch."""
+        if self.weights_then is None:
+            return
+        if not torch.equal(self.weights_then, first_numbers(self.weights)):
+            raise UsageError(
+                f"--accumulate {self.accumulate}: the weights were changed after a backward pass "
+                "and before the last one of a step, as SAM does. They would move by the gradient "
+                "of a micro-batch, not by that of the step: use --accumulate 1, or, if it is to be "
+                "done once in a step, do it `if accelerator.sync_gradients:`"
+            )
+
     def _gradients(self) -> dict[str, torch.Tensor]:
         gradients = ((str(number), weight.grad) for number, weight in enumerate(self.weights))
         return {number: gradient for number, gradient in gradients if gradient is not None}
@@ -176,13 +183,15 @@ class Losses:
         if then is None:
             return False
         are_same = all(now.get(number) is gradient for number, gradient in then.tensors.items())
-        return not are_same or bool(then.changed())
+        # Not then.changed(): a clipping that only reads the norm multiplies by 1.
+        return not are_same or bool(then.changed_in(then.tensors))
 
     def finish_micro_batch(self, num_micro_batches: int) -> None:
         """Raise RuntimeError if the loss has no mean, or one that was divided by --accumulate.
 
-        num_micro_batches: of the step.
+        UsageError if the weights were changed before the step. num_micro_batches: of the step.
         """
+        self._check_weights()
         if self.means and not any(each.flows for each in self.passes):
             raise RuntimeError(
                 "the loss that accelerator.backward(...) got has nothing of what "
@@ -204,8 +213,10 @@ class Losses:
 
         A mean of as many terms as there are micro-batches looks the same and is let through.
         """
-        flows = [flow.double().cpu() for each in self.passes for flow in each.flows.values()]
-        if flows and self.is_quotient and num_micro_batches > 1 and len(flows) != self.accumulate:
+        if not self.is_quotient or num_micro_batches == 1:
+            return
+        flows = [flow.item() for each in self.passes for flow in each.flows.values()]
+        if flows and len(flows) != self.accumulate:
             share = self._scale() / num_micro_batches / self.accumulate
             if all(math.isclose(flow, share, rel_tol=1e-4) for flow in flows):
                 raise RuntimeError(
@@ -217,15 +228,19 @@ class Losses:
     def _share(self, num_micro_batches: int) -> Share:
         share = Share([], [], [], self.single)
         scale = self._scale() / num_micro_batches
+        have_flows = any(each.flows for each in self.passes)
         for each in self.passes:
             if not isinstance(each.loss, torch.Tensor) or hasattr(each.loss, "full_tensor"):
                 continue
+            if have_flows and not each.flows:  # it passes on a gradient, as GradCache does
+                continue
             factors = {number: flow.item() / scale for number, flow in each.flows.items()}
             terms = [factor * self.means[number].item() for number, factor in factors.items()]
-            loss = each.loss.double().sum().item()
+            loss = each.loss.sum().item()
+            rounding = max(SAME, NUM_ROUNDED * torch.finfo(each.loss.dtype).eps)
             share.factors.extend(factors.values())
             share.rests.append(loss - sum(terms))
-            share.sizes.append(max(map(abs, (loss, *terms))))
+            share.roundings.append(rounding * max(map(abs, (loss, *terms))))
         return share
 
     def finish_step(self) -> None:
@@ -247,10 +262,24 @@ class Losses:
 
 def single_value(values: torch.Tensor) -> float:
     """The value of all samples if there are several and it is one, or NaN."""
-    if values.ndim == 0 or values.is_nested or len(values) < 2:
+    if values.ndim == 0 or values.is_nested or len(values) < 2 or not values.numel():
         return math.nan
-    lowest, highest = values.aminmax()
+    if is_expanded(values):
+        return math.nan
+    lowest, highest = values.detach().aminmax()
     return lowest.item() if lowest == highest else math.nan
+
+
+def is_expanded(values: torch.Tensor) -> bool:
+    """Is it a number that was expanded on purpose, as docs/loop.md has it for a penalty?
+
+    It may be multiplied by another afterwards.
+    """
+    node = values.grad_fn
+    while node is not None and not node.name().startswith("ExpandBackward"):
+        following = [each for each, _ in node.next_functions if each is not None]
+        node = following[0] if len(following) == 1 else None
+    return node is not None
 
 
 def note_of_one_number(shares: Sequence[Share]) -> str | None:
@@ -260,7 +289,7 @@ def note_of_one_number(shares: Sequence[Share]) -> str | None:
         return None
     for numbers in zip(*singles, strict=True):
         one, two = min(numbers), max(numbers)
-        if are_others(one, two, max(abs(one), abs(two))):
+        if are_others(one, two):
             return (
                 f"note: run.step_mean(...) got one number for all samples, {one:.4g} of one share "
                 f"of the batch and {two:.4g} of another, {HOW_IT_IS_SPLIT}: let each sample have "
@@ -274,16 +303,16 @@ def note_of_shares(shares: Sequence[Share]) -> str:
     first = shares[0]
     for other in shares[1:]:
         for one, two in zip(first.factors, other.factors, strict=False):
-            if are_others(one, two, max(abs(one), abs(two))):
+            if are_others(one, two):
                 return (
                     "note: what run.step_mean(...) returned is multiplied by a factor, "
                     f"{one:.4g} of one share of the batch and {two:.4g} of another, "
                     f"{HOW_IT_IS_SPLIT}: put it into the values of each sample, and use a mean "
                     "as it is, not its root or logarithm"
                 )
-        rests = zip(first.rests, other.rests, first.sizes, other.sizes, strict=False)
-        for one, two, *sizes in rests:
-            if are_others(one, two, max(sizes)):
+        rests = zip(first.rests, other.rests, first.roundings, other.roundings, strict=False)
+        for one, two, *roundings in rests:
+            if abs(one - two) > max(roundings):
                 return (
                     "note: the loss has a term that run.step_mean(...) did not make, "
                     f"{one:.4g} of one share of the batch and {two:.4g} of another, "
@@ -293,9 +322,9 @@ def note_of_shares(shares: Sequence[Share]) -> str:
     return ""
 
 
-def are_others(one: float, other: float, size: float) -> bool:
-    """Do numbers differ by more than rounding of numbers of this size? NaN is not known."""
-    return abs(one - other) > SAME * size
+def are_others(one: float, other: float) -> bool:
+    """Do numbers differ by more than rounding? NaN is not known."""
+    return abs(one - other) > SAME * max(abs(one), abs(other))
 
 
 def ends_with_division(loss: torch.Tensor) -> bool:
@@ -328,4 +357,5 @@ def uses(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
 def first_numbers(weights: list[nn.Parameter]) -> torch.Tensor:
     """The first number of each weight, of those that this process has."""
     local = (getattr(weight.detach(), "to_local", weight.detach)() for weight in weights)
-    return torch.stack([rows.flatten()[0].float() for rows in local if rows.numel()])
+    numbers = [rows.flatten()[0].float() for rows in local if rows.numel()]
+    return torch.stack(numbers) if numbers else torch.empty(0)

@@ -10,9 +10,11 @@ from torch import nn
 
 from trainkit.checks.losses import Losses
 from trainkit.checks.unused import Unused
+from trainkit.checks.variables import variables_of_script
+from trainkit.errors import UsageError
 from trainkit.numbers.optim import BY_STEP, weights_of
 from trainkit.outside.fixes import unwatch, watch
-from trainkit.outside.names import prepared_optimizers, prepared_schedulers
+from trainkit.outside.names import is_in_use, prepared_optimizers, prepared_schedulers
 
 NUM_WATCHED = 3  # steps: every body of a loop has then shown what it forgets
 
@@ -34,6 +36,7 @@ class Mistakes:
         gradients: of each optimizer, the gradient of its smallest weight in its last step.
         positions: of each schedule, how often it had been stepped before this step.
         unmoved: the same before the first step of the epoch, [] before that.
+        scalers: the GradScalers of the script by name that had scaled nothing before the steps.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Mistakes:
         self.said: set[str] = set()
         self.positions: list[int | None] = []
         self.unmoved: list[int | None] = []
+        self.scalers: dict[str, torch.amp.GradScaler] = {}
         watch(accelerator, "backward", self._note_backward, self.losses.end_backward)
         for prepared in prepared_optimizers(accelerator):
             optimizer = prepared.optimizer
@@ -77,9 +81,11 @@ class Mistakes:
         self.zeroed.add(optimizer)
 
     def start_epoch(self, is_new: bool) -> None:
-        """Remember where the schedules are when run.steps(...) is called."""
+        """When run.steps(...) is called, remember where schedules are, and unused GradScalers."""
         self.positions = self._positions()
         self.unmoved = [] if is_new else self.unmoved
+        if self.num_left:
+            self.scalers = self._unused_scalers()
 
     def watch_mean(self, mean: torch.Tensor, values: torch.Tensor) -> None:
         """Look at the gradient that comes to a mean of run.step_mean, and at its values."""
@@ -87,7 +93,18 @@ class Mistakes:
             self.losses.watch_mean(mean, values)
 
     def look_at_gradients(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Look for weights without a gradient, when those of a step are complete."""
+        """Look for weights without a gradient, when those of a step are complete.
+
+        Raises UsageError if a GradScaler of the script has scaled them.
+        """
+        for name, scaler in self.scalers.items():
+            if is_in_use(scaler):
+                raise UsageError(
+                    f"`{name}` is a GradScaler: gradients are {scaler.get_scale():g} times too "
+                    "large when run.clip_and_check(...) clips and checks them: leave it out, with "
+                    "scale, unscale_, step and update, and choose mixed_precision: fp16 in the "
+                    "YAML, which does all of that (docs/coming_from.md)"
+                )
         self.in_window = False
         self.losses.close_window()
         if self.num_left:
@@ -147,6 +164,7 @@ class Mistakes:
             self.unused.watch_on()
             # from now on nothing of this costs time
             self.gradients.clear()
+            self.scalers.clear()
             self.in_window = False
             unwatch(self.accelerator, "backward")
             for optimizer in self.smallest:
@@ -198,6 +216,14 @@ class Mistakes:
             if old == new and old is not None
         ]
         return f"note: {', '.join(names)} was not stepped in this epoch" if names else ""
+
+    def _unused_scalers(self) -> dict[str, torch.amp.GradScaler]:
+        own = self.accelerator.scaler
+        return {
+            name: value
+            for name, value in variables_of_script()
+            if isinstance(value, torch.amp.GradScaler) and value is not own and not is_in_use(value)
+        }
 
     def _schedules(self) -> list[Any]:
         return [prepared.scheduler for prepared in prepared_schedulers(self.accelerator)]

@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.checks.changes import Marks, is_dense, rows_here
-from trainkit.errors import UsageError
 from trainkit.hashes import digest
 from trainkit.outside.names import (
     prepared_models,
@@ -83,30 +82,14 @@ class Variables:
         self.said: set[str] = set()
 
     def start(self) -> None:
-        """Remember what they hold before the steps; a function of the script calls the caller.
-
-        Raises UsageError on all processes for a GradScaler of the script.
-        """
+        """Remember what they hold before the steps; a function of the script calls the caller."""
         if self.before is None:
-            self._refuse_scalers()
             self.before = self._look()
             self.plain = [name for name, seen in self.before.items() if seen.is_plain]
             return
         now = self._look() if self.plain else {}
         for name in self.plain:
             self.before[name] = now.get(name, EMPTY)
-
-    def _refuse_scalers(self) -> None:
-        own = self.accelerator.scaler
-        for name, value in variables_of_script():
-            is_scaler = isinstance(value, torch.amp.GradScaler) and value is not own
-            if is_scaler and value.is_enabled():
-                raise UsageError(
-                    f"`{name}` is a GradScaler: gradients are {value.get_scale():g} times too "
-                    "large when run.clip_and_check(...) clips and checks them: leave it out, with "
-                    "scale, unscale_, step and update, and choose mixed_precision: fp16 in the "
-                    "YAML, which does all of that (docs/coming_from.md)"
-                )
 
     def notes(self) -> list[str]:
         """A line about those that have changed, once for each."""

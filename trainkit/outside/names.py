@@ -172,6 +172,11 @@ def precision_of_notebook_launcher() -> str:
     return os.environ.get("MIXED_PRECISION", "no") if "NPROC" in os.environ else "no"
 
 
+def is_in_use(scaler: torch.amp.GradScaler) -> bool:
+    """Has it scaled a loss? It makes its scale when it does so first."""
+    return scaler.is_enabled() and scaler._scale is not None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often torch has changed this tensor in place; those of inference mode are not counted."""
     return 0 if tensor.is_inference() else tensor._version
