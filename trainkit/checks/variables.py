@@ -110,8 +110,10 @@ class Variables:
 
     def _look(self) -> dict[str, Seen]:
         held = self._held_memory()
+        saved = {id(thing) for thing in self._saved_things()}
+        variables = variables_of_script(lambda value: id(value) in saved)
         found: dict[str, Seen] = {}
-        for name, value in (*variables_of_script(self._is_saved), *self._attributes()):
+        for name, value in (*variables, *self._attributes()):
             try:
                 seen = look_at(value, held)
             except Exception:  # whatever it is: a note never ends a run
@@ -129,13 +131,13 @@ class Variables:
                         path = f"{place}.{name}".lstrip(".")
                         yield f"{path} of the {type(model).__name__}", value
 
-    def _is_saved(self, value: Any) -> bool:
+    def _saved_things(self) -> list[Any]:
+        """What a checkpoint holds as a whole, as the script may name it."""
         optimizers = prepared_optimizers(self.accelerator)
         schedules = prepared_schedulers(self.accelerator)
         saved = [*self.registered, *optimizers, *schedules]
         saved += [wrapped.optimizer for wrapped in optimizers]
-        saved += [part for wrapped in schedules for part in with_parts(wrapped.scheduler)]
-        return any(value is thing for thing in saved)
+        return saved + [part for wrapped in schedules for part in with_parts(wrapped.scheduler)]
 
     def _held_memory(self) -> set[int | None]:
         """The addresses of the memory of all tensors that are in a checkpoint."""
