@@ -31,7 +31,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ class Checkpoints:
         self.fingerprint = json.loads(to_json(fingerprint, default=str))
         self.defaults = {field.name: field.default for field in fields(config)}
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
-        self.timeout = timedelta(seconds=config.timeout)
+        self.time_limit = config.time_limit
         self.has_mirror = config.mirror is not None
         self.mirror = open_mirror(accelerator, config)  # on the main process
         self.commits = Commits(accelerator, tracker, config.keep, self.mirror)
@@ -151,7 +150,7 @@ class Checkpoints:
             try:
                 save_state(temporary / "state")
             finally:
-                wait_for_all(accelerator, self.timeout)  # a slow disk is no lost process
+                wait_for_all(accelerator, self.time_limit)  # a slow disk is no lost process
         self.commits.start(temporary, final, trainer, what, started_at)
         self.saved_step = progress.step
         if self.num_watched:

@@ -5,7 +5,6 @@ draws random numbers that do not follow from the seed.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -323,8 +322,7 @@ def load_checked(
 
     Raises UsageError if load_data does not return a tuple or a list that begins with two sets.
     """
-    timeout = timedelta(seconds=config.timeout)
-    data = alike.first_on_each_node(accelerator, lambda: load_data(config), timeout)
+    data = alike.first_on_each_node(accelerator, lambda: load_data(config), config.time_limit)
     is_sequence = isinstance(data, tuple | list)
     if not is_sequence or len(data) < 2:
         # A set that can be sliced would pass for two sets that have a sample each.

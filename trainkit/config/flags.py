@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -187,6 +188,11 @@ class TrainingConfig:
     def nodes_may_differ(self) -> set[str]:
         """Those of them that are the script's own: they may differ between the nodes of a run."""
         return self.resume_may_change - {field.name for field in fields(TrainingConfig)}
+
+    @property
+    def time_limit(self) -> timedelta:
+        """How long a process waits for the others; they meet before the flags are checked."""
+        return timedelta(seconds=max(1, self.timeout))
 
     def experiment(self) -> dict[str, Any]:
         """The values that decide the numbers, for the fingerprint of a checkpoint."""

@@ -48,7 +48,6 @@ from trainkit.loop.session import (
     leave_processes,
     leave_stopped,
     start_accelerator,
-    timeout_of,
 )
 from trainkit.loop.step import CountValues, Step
 from trainkit.numbers.means import RunningMeans, Selection
@@ -104,7 +103,7 @@ class Run:
         self.accelerator, self.log = start_accelerator(config, self.project)
         self.print = self.log.print
         self.resources.callback(lambda: self.log.bar.close())
-        self.signals = Signals(self.accelerator, timeout_of(config))
+        self.signals = Signals(self.accelerator, config.time_limit)
         self.resources.callback(self.signals.restore)
         self.resources.callback(start_beating(self.accelerator))
         self.resources.callback(
@@ -261,7 +260,7 @@ class Run:
 
     def _wait_for_all(self) -> None:
         """Wait for a process that draws, writes or prepares something alone: see patience.py."""
-        wait_for_all(self.accelerator, timeout_of(self.config))
+        wait_for_all(self.accelerator, self.config.time_limit)
 
     @allowed("epoch")
     def steps(self, loader: DataLoader, count: CountValues | None = None) -> Iterator[Any]:

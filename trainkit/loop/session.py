@@ -2,7 +2,6 @@
 
 import signal
 import sys
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -27,11 +26,6 @@ from trainkit.sharding import shards
 ENDED: list[Any] = []
 
 
-def timeout_of(config: TrainingConfig) -> timedelta:
-    """How long a process waits for the others."""
-    return timedelta(seconds=max(1, config.timeout))
-
-
 def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator, Reporter]:
     """Connect to the other processes and check that all were started as asked for, and alike.
 
@@ -44,14 +38,14 @@ def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator
     keep_compiled()
     look_for_lomo_once()
     tracker = JsonlTracker(config.run_dir)
-    with together.deadline(timeout_of(config)):
+    with together.deadline(config.time_limit):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision=precision,
             gradient_accumulation_steps=max(1, config.accumulate),
             # A batch is split over the processes, so --batch-size means the same under every YAML.
             dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout_of(config))],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=config.time_limit)],
             log_with=make_trackers(config, tracker, project),
         )
     shards.shard(accelerator)

@@ -6,7 +6,6 @@ Also best.safetensors of --keep-best, the weights that the first model had at th
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
@@ -142,7 +141,7 @@ class Results:
 
     def _wait_for_all(self) -> None:
         """Wait while the main process works alone: see patience.py."""
-        wait_for_all(self.accelerator, timedelta(seconds=self.config.timeout))
+        wait_for_all(self.accelerator, self.config.time_limit)
 
     def finish(
         self,
