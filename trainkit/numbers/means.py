@@ -123,7 +123,7 @@ class RunningMeans:
             count = self.counts[name]
             if not isinstance(count, torch.Tensor):  # as_tensor would wait for the device
                 count = torch.full((), count, dtype=dtype, device=device)
-            numbers += [self.sums[name].to(dtype), count.to(dtype)]
+            numbers += [self.sums[name], count.to(dtype)]
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
 
     def _reduce(self) -> torch.Tensor:
