@@ -10,9 +10,10 @@ import pytest
 import torch
 from conftest import linux_only
 
-from trainkit.errors import LoneFailure
+from trainkit.errors import LoneFailure, LostProcess
 from trainkit.launch import patience
 from trainkit.launch.alike import first_on_each_node
+from trainkit.launch.together import failing_together
 
 SINGLE = SimpleNamespace(num_processes=1, is_main_process=True, is_local_main_process=True)
 
@@ -48,6 +49,12 @@ def test_a_process_that_does_not_answer_is_lost_after_the_limit(store):
     patience.start_beating(process(1))()  # it stops at once
     with pytest.raises(LoneFailure, match="process 1 has not answered for 0 s"):
         patience.wait_for_all(process(0), timedelta(seconds=0.4))
+
+
+def test_a_lost_process_is_said_without_asking_the_others(monkeypatch):
+    monkeypatch.setattr("trainkit.launch.together.gather_object", None)  # it would wait for it
+    with pytest.raises(LostProcess, match="gone"), failing_together(process(0), "saving"):
+        raise LostProcess("gone")
 
 
 def test_what_takes_long_before_the_first_step_is_said(monkeypatch, capfd):
