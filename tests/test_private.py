@@ -103,6 +103,21 @@ def test_a_step_looks_for_no_package(accelerator, monkeypatch):
     assert weight < 1
 
 
+def test_prepare_imports_no_dtensors(monkeypatch):
+    name, asked = "torch.distributed.tensor", []
+    monkeypatch.setattr(accelerate.accelerator, "model_has_dtensor", lambda m: asked.append(m) or 1)
+    fixes.look_for_dtensors_at_hand()
+    fixes.look_for_dtensors_at_hand()  # of a second run in this process
+    model = torch.nn.Linear(1, 1)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert not accelerate.accelerator.model_has_dtensor(model)
+    assert name not in sys.modules
+    assert not asked
+    monkeypatch.setitem(sys.modules, name, torch.distributed)
+    assert accelerate.accelerator.model_has_dtensor(model)
+    assert asked == [model]
+
+
 STEPS = """
 import torch
 weight, calls = torch.linspace(0, 1, 50).requires_grad_(), []

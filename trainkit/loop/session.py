@@ -17,7 +17,12 @@ from trainkit.launch.signals import Signals
 from trainkit.launch.startup import compute_float32_in_full, refuse_pickled_code
 from trainkit.launch.streams import keep_printing
 from trainkit.loop.compiling import keep_compiled
-from trainkit.outside.fixes import end_workers, look_for_lomo_once, share_frozen_weights
+from trainkit.outside.fixes import (
+    end_workers,
+    look_for_dtensors_at_hand,
+    look_for_lomo_once,
+    share_frozen_weights,
+)
 from trainkit.outside.names import mesh_groups
 from trainkit.report.reporter import Reporter
 from trainkit.sharding import shards
@@ -37,6 +42,7 @@ def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator
     precision = environment.check_launch()
     keep_compiled()
     look_for_lomo_once()
+    look_for_dtensors_at_hand()
     tracker = JsonlTracker(config.run_dir)
     with together.deadline(config.time_limit):
         accelerator = Accelerator(
