@@ -410,6 +410,7 @@ def beside_trl(
 
     def trained() -> tuple[float, float, int]:
         AcceleratorState._reset_state(reset_partial_state=True)  # of ours
+        torch.backends.cuda.enable_cudnn_sdp(True)  # as by default
         nums["trl"] = theirs()
         return ended()
 

@@ -41,6 +41,7 @@ from examples import finetune
 from trainkit.config import parse
 from trainkit.language import conversations, formats, pretrained
 from trainkit.sharding.shards import hash_frozen
+from trainkit.texts.encoders import make_encoder
 from trainkit.tools import ask
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
@@ -64,6 +65,17 @@ def make_model(flags, lora, *more):
     args = parse(finetune.Config, [*flags, *lora, *more])
     torch.manual_seed(0)
     return args, finetune.make_model(args)
+
+
+def test_batches_of_many_lengths_wait_for_no_plans_of_cudnn(flags, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", calls.append)
+    make_model(flags, [])
+    encoder = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9
+    )
+    make_encoder(encoder.to_dict())
+    assert calls == [False, False]
 
 
 def plain(args, model) -> list[float]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from trainkit.config import Count, MayChange, ReadOnlyIf, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.files.records import read_run_json
-from trainkit.launch.startup import keep_memory
+from trainkit.launch.startup import attend_without_cudnn, keep_memory
 from trainkit.reading.pretrained_models import check_embedding
 
 if TYPE_CHECKING:  # predict.py uses this room without the loop
@@ -50,6 +50,7 @@ def load_base(config: LanguageConfig, /, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    attend_without_cudnn()
     if not config.load_4bit:
         dtype = "auto" if config.lora else torch.float32
         return AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype, **options)

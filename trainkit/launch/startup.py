@@ -1,8 +1,9 @@
 """All settings that affect the whole process, one function each, and how a script ends.
 
 run(main) applies them before main. The two that affect safety or numbers, refuse_pickled_code and
-compute_float32_in_full, are applied by Run, so that they also hold in a notebook. To measure what
-each setting saves, run `python -m benchmarks.time_to_accuracy --compare startup`.
+compute_float32_in_full, are applied by Run, so that they also hold in a notebook, and
+attend_without_cudnn by what loads a language model. To measure what those of run() save, run
+`python -m benchmarks.time_to_accuracy --compare startup`.
 """
 
 import contextlib
@@ -119,6 +120,18 @@ def compute_float32_in_full() -> None:
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+def attend_without_cudnn() -> None:
+    """Let attention on a GPU leave out cuDNN, which makes a plan for each new length of a batch.
+
+    torch prefers it on Hopper and Blackwell, so as long as lengths are new a step waits for plans:
+    preference.py trained 106 pairs/s with plans to make, and 370 once they were there (H200, torch
+    2.11, bf16). On a B200 a plan took 0.44 s forward and 0.55 s backward, and without cuDNN each
+    step took the 0.1 s of those without a plan (https://github.com/modelscope/FunASR/issues/3704).
+    Where all batches have one length, as in gpt.py, there is one plan.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def end_with_launcher() -> None:

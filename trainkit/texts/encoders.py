@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.launch.startup import attend_without_cudnn
 from trainkit.reading.paths import read_here_or_from_hub
 from trainkit.reading.pretrained_models import check_embedding, without_dropout
 from trainkit.reading.recall import describe_recall
@@ -97,6 +98,7 @@ def make_encoder(config: dict[str, Any], base: str | None = None) -> tuple[nn.Mo
     """
     from transformers import CONFIG_MAPPING, AutoModel
 
+    attend_without_cudnn()
     made = CONFIG_MAPPING[config["model_type"]].from_dict(plain(config))
     options = {"config": made, "trust_remote_code": False}
     if base is None:

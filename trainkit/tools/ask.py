@@ -56,6 +56,7 @@ def load_model(run_dir: Path) -> tuple[Any, Any]:
         )
     with as_usage_error("to ask a language model needs `pip install transformers`"):
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    startup.attend_without_cudnn()
     with as_usage_error(f"{folder} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
