@@ -1,7 +1,8 @@
 """Name what the loop changes in variables of the script, which no checkpoint holds.
 
-A queue of negatives, slow weights in a list, a schedule that was not prepared or a generator of
-one's own begin anew when a run is resumed, and the numbers differ from there without an error.
+A queue of negatives, slow weights in a list, a temperature that falls, a schedule that was not
+prepared or a generator of one's own begin anew when a run is resumed, and the numbers differ from
+there without an error.
 """
 
 import inspect
@@ -21,6 +22,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from trainkit.checks.carried import Carried, carried_by, kept_by_functions
 from trainkit.checks.changes import Marks, is_dense, rows_here
 from trainkit.hashes import digest
 from trainkit.outside.names import (
@@ -46,7 +48,8 @@ class Seen:
     Attributes:
         text: it differs if what is held does; "" for nothing.
         kind: of thing.
-        is_plain: it is a tensor, or a list or dict, which an evaluation may make anew.
+        is_plain: it is a tensor, or a list or dict, which an evaluation may make anew; or a number
+            that begins anew in each epoch.
     """
 
     text: str = ""
@@ -55,15 +58,17 @@ class Seen:
 
 
 EMPTY = Seen()
+NUMBER = "number"  # the kind of a single number or text
 
 
 class Variables:
     """Looks at the variables of the functions of a script that are being called, and its globals.
 
     Every process must call its methods, as a state_dict() of the script may communicate. Only what
-    decides numbers is looked at: tensors and arrays of floats, more than a number; what
-    has a state_dict; generators. What a checkpoint holds is left out, and so are data sets, and
-    lists and dicts that were empty at first, in which a script collects what it shows.
+    decides numbers is looked at: tensors and arrays of floats; what has a state_dict; generators;
+    and single numbers and texts that a loop reads before it sets them (carried.py). What a
+    checkpoint holds is left out, and so are data sets, and lists and dicts that were empty at
+    first, in which a script collects what it shows.
 
     Args:
         registered: what accelerator.register_for_checkpointing was given.
@@ -91,11 +96,16 @@ class Variables:
         for name in self.plain:
             self.before[name] = now.get(name, EMPTY)
 
-    def notes(self) -> list[str]:
-        """A line about those that have changed, once for each."""
+    def notes(self, is_epoch_over: bool = False) -> list[str]:
+        """A line about those that have changed, once for each.
+
+        is_epoch_over: what begins anew in the next epoch is not lost.
+        """
         before = self.before or {}
         now = self._look() if before else {}
         changed = {name for name in before if is_changed(before[name], now.get(name, EMPTY))}
+        if is_epoch_over:
+            changed -= {name for name in self.plain if before[name].kind == NUMBER}
         names = [name for name in before if name in changed - self.said]
         self.said |= changed
         if not names:
@@ -103,7 +113,8 @@ class Variables:
         return [
             f"note: the loop has changed {shorten([f'`{name}`' for name in names])}, which no "
             "checkpoint holds: if later steps depend on it, a resume differs, as it begins with "
-            "what the script makes. Keep tensors in buffers of a prepared module, give the rest to "
+            "what the script makes. Keep tensors in buffers of a prepared module and numbers in "
+            "run.state, give the rest to "
             "accelerator.register_for_checkpointing(...), and draw from torch, numpy and random "
             "themselves (docs/resume.md, anything else that the loop changes)"
         ]
@@ -111,23 +122,24 @@ class Variables:
     def _look(self) -> dict[str, Seen]:
         held = self._held_memory()
         saved = {id(thing) for thing in self._saved_things()}
+        loops = LoopsOfScript()
         variables = variables_of_script(lambda value: id(value) in saved)
         found: dict[str, Seen] = {}
-        for name, value in (*variables, *self._attributes()):
+        for name, value in (*variables, *self._attributes(loops)):
             try:
-                seen = look_at(value, held)
+                seen = loops.look_at(name, value) or look_at(value, held)
             except Exception:  # whatever it is: a note never ends a run
                 seen = None
-            if seen:
+            if seen and name not in loops.temporary:
                 found[name] = seen
         return found
 
-    def _attributes(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the models that are neither weights nor buffers."""
+    def _attributes(self, loops: "LoopsOfScript") -> Iterator[tuple[str, Any]]:
+        """The tensors of the models that are neither weights nor buffers, and numbers they keep."""
         for model in prepared_models(self.accelerator):
             for place, layer in model.named_modules():
                 for name, value in vars(layer).items():
-                    if isinstance(value, torch.Tensor):
+                    if isinstance(value, torch.Tensor) or name in loops.attributes:
                         path = f"{place}.{name}".lstrip(".")
                         yield f"{path} of the {type(model).__name__}", value
 
@@ -149,6 +161,51 @@ class Variables:
                 value for state in wrapped.optimizer.state.values() for value in state.values()
             ]
         return {address_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+class LoopsOfScript:
+    """What the loops of the script carry from one turn to the next, as far as its source says it.
+
+    Attributes:
+        by_steps: names that the loop over the steps of an epoch carries.
+        kept: names that other loops carry, or functions with `global` or `nonlocal`.
+        temporary: names that are set before they are read.
+        attributes: of objects, those that a function reads before it sets them.
+    """
+
+    def __init__(self) -> None:
+        frames = frames_of_script()
+        around = [carried_by(frame) for frame in frames]
+        self.kept, self.attributes = set[str](), frozenset[str]()
+        if frames:
+            shared, self.attributes = kept_by_functions(frames[0].f_code.co_filename)
+            self.kept |= shared
+        self.by_steps, self.temporary = set[str](), set[str]()
+        hidden: set[str] = set()
+        for number, (frame, carried) in enumerate(zip(frames, around, strict=True)):
+            self._add(carried, hidden, is_nearest=number == 0)
+            hidden |= {*frame.f_code.co_varnames, *frame.f_code.co_cellvars}
+
+    def _add(self, carried: Carried, hidden: set[str], is_nearest: bool) -> None:
+        def seen(names: frozenset[str]) -> set[str]:
+            return {name for name in names if name.partition(".")[0] not in hidden}
+
+        (self.by_steps if is_nearest else self.kept).update(seen(carried.by_steps))
+        self.kept |= seen(carried.by_others)
+        self.temporary |= seen(carried.temporary) - self.kept
+
+    def look_at(self, name: str, value: Any) -> Seen | None:
+        """What a number or a text is that is carried; None of anything else."""
+        path = name.partition(" of the ")[0]
+        is_kept = path in self.kept or ("." in path and path.rpartition(".")[2] in self.attributes)
+        if not (is_kept or path in self.by_steps or path != name):
+            return None
+        is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad
+        if is_one or isinstance(value, np.generic):
+            value = value.item()
+        if not isinstance(value, bool | int | float | complex | str):
+            return None
+        return Seen(repr(value), NUMBER, is_plain=not is_kept)
 
 
 def is_changed(before: Seen, now: Seen) -> bool:
@@ -250,10 +307,10 @@ def variables_of_script(
     The script is the module of the nearest function outside of the kit and of installed packages.
     Of an object of a class of the script, such as a trainer, each attribute is one too.
     """
-    frames = [*callers()]
+    frames = frames_of_script()
     script = frames[0].f_globals if frames else {}
     names: set[str] = set()
-    for variables in [*(locals_of(frame) for frame in frames if frame.f_globals is script), script]:
+    for variables in [*(locals_of(frame) for frame in frames), script]:
         for name, value in [*variables.items()]:
             is_new = name not in names and not name.startswith("__")
             names.add(name)
@@ -280,6 +337,12 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
         # script has it too if it called locals().
         variables.clear()
     return found
+
+
+def frames_of_script() -> list[FrameType]:
+    """The functions of the script that are being called, from the nearest."""
+    frames = [*callers()]
+    return [frame for frame in frames if frame.f_globals is frames[0].f_globals]
 
 
 def callers() -> Iterator[FrameType]:

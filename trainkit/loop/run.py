@@ -298,13 +298,13 @@ class Run:
             self.log.stop()
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
                 self.checkpoints.save(progress)
-                self._say_what_changed()
+                self._say_what_changed(is_epoch_over=True)
         self.log.start_evaluation()
         self.step.seed_outside(IN_EVALUATION, progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
 
-    def _say_what_changed(self) -> None:
-        notes = self.variables.notes()
+    def _say_what_changed(self, is_epoch_over: bool = False) -> None:
+        notes = self.variables.notes(is_epoch_over)
         if self.accelerator.is_main_process:
             notes += self.watched_sets.notes()
         for note in notes:

@@ -1,0 +1,325 @@
+"""Which names a loop of a script carries from one turn to the next: it reads them, then sets them.
+
+A temperature that falls, a counter of steps or the best accuracy so far is carried; a batch, which
+is set before it is read, is not. The source of the script says so, as a value alone cannot.
+"""
+
+import ast
+import linecache
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, singledispatchmethod
+from types import CodeType, FrameType
+
+Loop = ast.For | ast.AsyncFor | ast.While
+CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "perf_counter_ns", "now"}
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Names, with those of attributes as in `self.tau`.
+
+    Attributes:
+        by_steps: what the innermost loop around the place carries.
+        by_others: what the loops around that one carry.
+        temporary: what one of them sets and none of them carries.
+    """
+
+    by_steps: frozenset[str] = frozenset()
+    by_others: frozenset[str] = frozenset()
+    temporary: frozenset[str] = frozenset()
+
+
+NOTHING = Carried()
+
+
+def carried_by(frame: FrameType) -> Carried:
+    """What the loops around the place carry where a function, or a script, is now.
+
+    It is nothing where there is no source to read.
+    """
+    return _carried_at(frame.f_code, frame.f_lineno or 0)
+
+
+@lru_cache(maxsize=100)
+def _carried_at(code: CodeType, line: int) -> Carried:
+    loops = _loops_around(_statements_of(code), line)
+    flows = [_flow_of(loop) for loop in loops]
+    if not flows:
+        return NOTHING
+    carried = [flow.carried() for flow in flows]
+    others = frozenset().union(*carried[:-1])
+    stored = frozenset().union(*(flow.stored for flow in flows))
+    return Carried(carried[-1] - others, others, stored - others - carried[-1])
+
+
+@lru_cache(maxsize=100)
+def kept_by_functions(file: str) -> tuple[frozenset[str], frozenset[str]]:
+    """What functions of a file keep from one call to the next: names, and attributes of objects.
+
+    They are names of `global` and `nonlocal` that a function sets, and attributes that it reads
+    before it sets them.
+    """
+    names: set[str] = set()
+    attributes: set[str] = set()
+    tree = _parse(file)
+    for function in ast.walk(tree) if tree else ():
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            flow = Flow()
+            flow.run(function.body, set())
+            attributes |= {name.partition(".")[2] for name in flow.carried() if "." in name}
+            names |= _names_shared_by(function) & flow.stored
+    return frozenset(names), frozenset(attributes)
+
+
+def _names_shared_by(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    return {
+        name
+        for statement in function.body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Global | ast.Nonlocal)
+        for name in node.names
+    }
+
+
+def _parse(file: str) -> ast.Module | None:
+    """The file as it was when it was first asked for; in a notebook, the cell."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # no Python, or it has changed into none since it was run
+        return None
+
+
+@lru_cache(maxsize=100)
+def _statements_of(code: CodeType) -> Sequence[ast.stmt]:
+    """The body of the function, or of the module."""
+    tree = _parse(code.co_filename)
+    if tree is None or code.co_name == "<module>":
+        return tree.body if tree else ()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name:
+            lines = [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
+            if code.co_firstlineno == min(lines):
+                return node.body
+    return ()
+
+
+def _loops_around(statements: Iterable[ast.stmt], line: int) -> list[Loop]:
+    """The loops around a line, from the outermost, without those of functions defined there."""
+    for statement in statements:
+        if not statement.lineno <= line <= (statement.end_lineno or 0):
+            continue
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return []
+        inner = _loops_around(_blocks_of(statement), line)
+        return [statement, *inner] if isinstance(statement, Loop) else inner
+    return []
+
+
+def _blocks_of(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """The statements within a statement."""
+    for node in ast.iter_child_nodes(statement):
+        if isinstance(node, ast.stmt):
+            yield node
+        elif isinstance(node, ast.ExceptHandler | ast.match_case):
+            yield from node.body
+
+
+def _flow_of(loop: Loop) -> "Flow":
+    flow = Flow()
+    if isinstance(loop, ast.While):
+        flow.run([ast.copy_location(ast.Expr(loop.test), loop), *loop.body], set())
+    else:
+        flow.run(loop.body, flow.store(loop.target, set()))
+    return flow
+
+
+@dataclass
+class Flow:
+    """Goes through statements as they run, and notes what is read before it is certainly set.
+
+    A `for` is taken to have one turn or more, so that what it leaves behind is set after it.
+
+    Attributes:
+        read: names that were read before.
+        stored: names that are set anywhere.
+        computed: those of them that are not only set to the time.
+    """
+
+    read: set[str] = field(default_factory=set)
+    stored: set[str] = field(default_factory=set)
+    computed: set[str] = field(default_factory=set)
+
+    def carried(self) -> frozenset[str]:
+        return frozenset(self.read & self.computed)
+
+    def run(self, statements: Iterable[ast.stmt], done: set[str]) -> set[str] | None:
+        """Go through statements. done: what is set before. Return what is set after them.
+
+        None: what follows them is not reached.
+        """
+        done = set(done)
+        for statement in statements:
+            after = self.after(statement, done)
+            if after is None:
+                return None
+            done = after
+        return done
+
+    def see(self, node: ast.AST | None, done: set[str]) -> None:
+        """Note what an expression reads; add to `done` what it sets."""
+        if node is None:
+            return
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            name = _dotted(node)
+            if name and name not in done:
+                self.read.add(name)
+        if isinstance(node, ast.NamedExpr):
+            self.see(node.value, done)
+            done |= self.store(node.target, done)
+        elif isinstance(node, ast.Lambda):
+            self._see_within([node.body], _arguments(node), done)
+        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            own = {n.id for part in node.generators for n in _names_in(part.target)}
+            self._see_within(ast.iter_child_nodes(node), own, done)
+        else:
+            for part in ast.iter_child_nodes(node):
+                self.see(part, done)
+
+    def store(self, target: ast.AST, done: set[str], value: ast.expr | None = None) -> set[str]:
+        """Note what an assignment sets; return `done` with it."""
+        done = set(done)
+        for node in ast.walk(target):
+            name = _dotted(node)
+            if not name or not isinstance(getattr(node, "ctx", None), ast.Store):
+                if isinstance(node, ast.Name):
+                    self.see(node, done)  # the object of an attribute, a list, an index
+                continue
+            self.stored.add(name)
+            if not _is_clock(value):
+                self.computed.add(name)
+            done = {other for other in done if not other.startswith(f"{name}.")} | {name}
+        return done
+
+    def _see_within(self, nodes: Iterable[ast.AST], own: set[str], done: set[str]) -> None:
+        """Note what is read where some names are others'."""
+        for node in nodes:
+            self.see(node, done | own)
+
+    @singledispatchmethod
+    def after(self, statement: ast.AST, done: set[str]) -> set[str] | None:
+        """Go through a statement; return what is set after it."""
+        self.see(statement, done)
+        return done
+
+    @after.register
+    def _(
+        self, statement: ast.Return | ast.Raise | ast.Continue | ast.Break, done: set[str]
+    ) -> None:
+        self.see(statement, done)
+
+    @after.register
+    def _(self, statement: ast.Assign, done: set[str]) -> set[str]:
+        self.see(statement.value, done)
+        for target in statement.targets:
+            done = self.store(target, done, statement.value)
+        return done
+
+    @after.register
+    def _(self, statement: ast.AnnAssign, done: set[str]) -> set[str]:
+        self.see(statement.value, done)
+        return self.store(statement.target, done, statement.value) if statement.value else done
+
+    @after.register
+    def _(self, statement: ast.AugAssign, done: set[str]) -> set[str]:
+        name = _dotted(statement.target)
+        if name and name not in done:
+            self.read.add(name)
+        self.see(statement.value, done)
+        return self.store(statement.target, done)
+
+    @after.register
+    def _(self, statement: ast.For | ast.AsyncFor, done: set[str]) -> set[str]:
+        self.see(statement.iter, done)
+        start = self.store(statement.target, done)
+        after = self.run(statement.body, start)
+        rest = start if after is None else after
+        return _joined(rest, self.run(statement.orelse, rest)) or rest
+
+    @after.register
+    def _(self, statement: ast.While, done: set[str]) -> set[str]:
+        self.see(statement.test, done)
+        self.run(statement.body, done)
+        self.run(statement.orelse, done)
+        return done
+
+    @after.register
+    def _(self, statement: ast.If, done: set[str]) -> set[str] | None:
+        self.see(statement.test, done)
+        return _joined(self.run(statement.body, done), self.run(statement.orelse, done))
+
+    @after.register
+    def _(self, statement: ast.With | ast.AsyncWith, done: set[str]) -> set[str] | None:
+        for item in statement.items:
+            self.see(item.context_expr, done)
+            if item.optional_vars:
+                done = self.store(item.optional_vars, done)
+        return self.run(statement.body, done)
+
+    @after.register
+    def _(self, statement: ast.Try, done: set[str]) -> set[str] | None:
+        after = self.run([*statement.body, *statement.orelse], done)
+        for handler in statement.handlers:
+            own = done | {handler.name} if handler.name else done
+            after = _joined(after, self.run(handler.body, own))
+        last = self.run(statement.finalbody, done if after is None else after)
+        return None if after is None else last
+
+    @after.register
+    def _(self, statement: ast.Match, done: set[str]) -> set[str]:
+        self.see(statement.subject, done)
+        for case in statement.cases:
+            parts = [node for node in ast.walk(case.pattern) if isinstance(node, ast.MatchAs)]
+            own = done | {part.name for part in parts if part.name}
+            self.see(case.guard, own)
+            self.run(case.body, own)
+        return done
+
+    @after.register
+    def _(self, statement: ast.FunctionDef | ast.AsyncFunctionDef, done: set[str]) -> set[str]:
+        names = [name for part in statement.body for name in _names_in(part)]
+        own = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        self._see_within(statement.body, own | _arguments(statement), done)
+        return done | {statement.name}
+
+
+def _joined(one: set[str] | None, other: set[str] | None) -> set[str] | None:
+    """What is set after one of two ways, of which one may lead elsewhere."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
+
+
+def _dotted(node: ast.AST) -> str:
+    """`tau`, `self.tau` and "" for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return ""
+
+
+def _names_in(node: ast.AST) -> Iterator[ast.Name]:
+    return (part for part in ast.walk(node) if isinstance(part, ast.Name))
+
+
+def _arguments(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
+    return {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+
+
+def _is_clock(value: ast.expr | None) -> bool:
+    if not isinstance(value, ast.Call):
+        return False
+    called = value.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in CLOCKS
