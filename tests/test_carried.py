@@ -1,6 +1,8 @@
 """The numbers that a loop carries from step to step, and no checkpoint holds, are named."""
 
 import re
+from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +85,16 @@ CASES = {
     "an attribute": ("", "", "trainer.step += 1", "", "trainer.step"),
     "what a method keeps": ("", "", "trainer.move()", "", "trainer.tau"),
     "a global name": ("", "", "count()", "", "num_seen"),
+    "an iterator": ("it = iter(range(99))", "", "use(next(it))", "", "it"),
+    "one that begins again": (
+        "it = iter(range(2))",
+        "",
+        "try:\n    use(next(it))\nexcept StopIteration:\n    it = iter(range(2))",
+        "",
+        "it",
+    ),
+    "one of each epoch": ("it = iter([])", "it = iter(range(9))", "use(next(it, 0))", "", "it"),
+    "one that is made for each step": ("", "", "it = iter([1])\nuse(next(it))", "", ""),
     "a rate of the epoch": ("", "rate = 1 / (1 + epoch)", "use(rate)", "", ""),
     "what is set before it is read": ("x = 0", "", "x = batch\nuse(x)", "", ""),
     "what both ways set": ("x = 0", "", "if batch: x = 1\nelse: x = 2\nuse(x)", "", ""),
@@ -159,6 +171,35 @@ def test_what_begins_anew_in_each_epoch_is_not_lost_at_its_end(tmp_path, acceler
     exec(compile(path.read_text(), path, "exec"), kit)
     kit["main"](Variables(accelerator, []), said)
     assert ["changed `step`, which" in note for notes in said for note in notes] == [True]
+
+
+@pytest.mark.parametrize(
+    "loop, name, at_end",
+    [
+        ("for batch, other in zip(run.steps(watched, said), cycle(others)):", "cycle(others)", 0),
+        ("for n, (other, batch) in enumerate(zip(others, run.steps(watched, said))):", "others", 0),
+        ("for batch in run.steps(watched, said):\n            next(endless)", "endless", 1),
+    ],
+)
+def test_what_is_drawn_beside_the_batches_is_named_where_it_is_lost(
+    tmp_path, accelerator, loop, name, at_end
+):
+    for checkpoint, is_named in (("watched.notes()", True), ("[]", bool(at_end))):
+        path, said = tmp_path / f"mine_{is_named}_{len(checkpoint)}.py", []
+        path.write_text(
+            "def main(run, watched, said, others, cycle):\n"
+            "    endless = cycle(others)\n"
+            "    for epoch in range(2):\n"
+            f"        {loop}\n"
+            f"            said.append({checkpoint})\n"
+        )
+        kit = {}
+        exec(compile(STEPS, "<frozen kit>", "exec"), kit)
+        exec(compile(path.read_text(), f"{path}", "exec"), kit)
+        run = SimpleNamespace(steps=kit["steps"])
+        kit["main"](run, Variables(accelerator, []), said, range(9), cycle)
+        notes = [note for notes in said for note in notes]
+        assert [f"draws from `{name}`, and" in note for note in notes] == [True] * is_named
 
 
 def test_a_script_without_a_source_is_not_judged(accelerator):

@@ -23,11 +23,15 @@ class Carried:
         by_steps: what the innermost loop around the place carries.
         by_others: what the loops around that one carry.
         temporary: what one of them sets and none of them carries.
+        drawn: what is given to next() in one of them.
+        zipped: what the innermost loop goes through beside the batches of run.steps, as written.
     """
 
     by_steps: frozenset[str] = frozenset()
     by_others: frozenset[str] = frozenset()
     temporary: frozenset[str] = frozenset()
+    drawn: frozenset[str] = frozenset()
+    zipped: tuple[str, ...] = ()
 
 
 NOTHING = Carried()
@@ -50,7 +54,25 @@ def _carried_at(code: CodeType, line: int) -> Carried:
     carried = [flow.carried() for flow in flows]
     others = frozenset().union(*carried[:-1])
     stored = frozenset().union(*(flow.stored for flow in flows))
-    return Carried(carried[-1] - others, others, stored - others - carried[-1])
+    drawn = frozenset(_names_drawn_in(loops[0]))
+    others |= drawn - stored
+    by_steps = (carried[-1] | drawn) - others
+    return Carried(by_steps, others, stored - others - by_steps, drawn, _zipped_with(loops[-1]))
+
+
+def _names_drawn_in(loop: Loop) -> Iterator[str]:
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and _dotted(node.func) == "next" and node.args:
+            yield _dotted(node.args[0])
+
+
+def _zipped_with(loop: Loop) -> tuple[str, ...]:
+    for node in () if isinstance(loop, ast.While) else ast.walk(loop.iter):
+        if isinstance(node, ast.Call) and _dotted(node.func) == "zip":
+            parts = [ast.unparse(part) for part in node.args]
+            if any(".steps(" in part for part in parts):
+                return tuple(part for part in parts if ".steps(" not in part)
+    return ()
 
 
 @lru_cache(maxsize=100)

@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,6 +59,8 @@ class Seen:
 
 EMPTY = Seen()
 NUMBER = "number"  # the kind of a single number or text
+ITERATOR = "iterator"
+DRAWS = count()
 
 
 class Variables:
@@ -105,18 +107,28 @@ class Variables:
         now = self._look() if before else {}
         changed = {name for name in before if is_changed(before[name], now.get(name, EMPTY))}
         if is_epoch_over:
-            changed -= {name for name in self.plain if before[name].kind == NUMBER}
+            changed -= {name for name in self.plain if before[name].kind in (NUMBER, ITERATOR)}
         names = [name for name in before if name in changed - self.said]
         self.said |= changed
+        drawn = [name for name in names if before[name].kind == ITERATOR]
+        names = [name for name in names if name not in drawn]
+        notes = []
+        if drawn:
+            notes.append(
+                f"note: the loop draws from {_quoted(drawn)}, and no checkpoint holds how far: a "
+                "resume begins it anew. Make one data set of it and the one that is trained on "
+                "(docs/loop.md, two loaders at once)"
+            )
         if not names:
-            return []
+            return notes
         return [
-            f"note: the loop has changed {shorten([f'`{name}`' for name in names])}, which no "
+            *notes,
+            f"note: the loop has changed {_quoted(names)}, which no "
             "checkpoint holds: if later steps depend on it, a resume differs, as it begins with "
             "what the script makes. Keep tensors in buffers of a prepared module and numbers in "
             "run.state, give the rest to "
             "accelerator.register_for_checkpointing(...), and draw from torch, numpy and random "
-            "themselves (docs/resume.md, anything else that the loop changes)"
+            "themselves (docs/resume.md, anything else that the loop changes)",
         ]
 
     def _look(self) -> dict[str, Seen]:
@@ -132,7 +144,7 @@ class Variables:
                 seen = None
             if seen and name not in loops.temporary:
                 found[name] = seen
-        return found
+        return found | {text: next_draw(is_plain=True) for text in loops.zipped}
 
     def _attributes(self, loops: "LoopsOfScript") -> Iterator[tuple[str, Any]]:
         """The tensors of the models that are neither weights nor buffers, and numbers they keep."""
@@ -170,6 +182,8 @@ class LoopsOfScript:
         by_steps: names that the loop over the steps of an epoch carries.
         kept: names that other loops carry, or functions with `global` or `nonlocal`.
         temporary: names that are set before they are read.
+        drawn: names of what is given to next().
+        zipped: what is gone through beside the batches.
         attributes: of objects, those that a function reads before it sets them.
     """
 
@@ -180,7 +194,8 @@ class LoopsOfScript:
         if frames:
             shared, self.attributes = kept_by_functions(frames[0].f_code.co_filename)
             self.kept |= shared
-        self.by_steps, self.temporary = set[str](), set[str]()
+        self.by_steps, self.temporary, self.drawn = set[str](), set[str](), set[str]()
+        self.zipped = around[0].zipped if around else ()
         hidden: set[str] = set()
         for number, (frame, carried) in enumerate(zip(frames, around, strict=True)):
             self._add(carried, hidden, is_nearest=number == 0)
@@ -192,20 +207,32 @@ class LoopsOfScript:
 
         (self.by_steps if is_nearest else self.kept).update(seen(carried.by_steps))
         self.kept |= seen(carried.by_others)
+        self.drawn |= seen(carried.drawn)
         self.temporary |= seen(carried.temporary) - self.kept
 
     def look_at(self, name: str, value: Any) -> Seen | None:
-        """What a number or a text is that is carried; None of anything else."""
+        """What a number, a text or an iterator is that is carried; None of anything else."""
         path = name.partition(" of the ")[0]
         is_kept = path in self.kept or ("." in path and path.rpartition(".")[2] in self.attributes)
         if not (is_kept or path in self.by_steps or path != name):
             return None
+        if path in self.drawn and isinstance(value, Iterator):
+            return next_draw(is_plain=not is_kept)
         is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad
         if is_one or isinstance(value, np.generic):
             value = value.item()
         if not isinstance(value, bool | int | float | complex | str):
             return None
         return Seen(repr(value), NUMBER, is_plain=not is_kept)
+
+
+def next_draw(is_plain: bool) -> Seen:
+    """What an iterator holds, which is taken to move between two looks."""
+    return Seen(str(next(DRAWS)), ITERATOR, is_plain)
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return shorten([f"`{name}`" for name in names])
 
 
 def is_changed(before: Seen, now: Seen) -> bool:
