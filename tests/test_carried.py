@@ -5,6 +5,8 @@ from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from trainkit.checks.variables import Variables
 
@@ -20,6 +22,9 @@ class Trainer:
     def move(self):
         self.last = 2 * self.tau
         self.tau = max(0.5, self.tau * 0.9)
+
+    def see(self):
+        self.seen["n"] += 1
 
 def use(*values):
     pass
@@ -85,6 +90,25 @@ CASES = {
     "an attribute": ("", "", "trainer.step += 1", "", "trainer.step"),
     "what a method keeps": ("", "", "trainer.move()", "", "trainer.tau"),
     "a global name": ("", "", "count()", "", "num_seen"),
+    "an entry of a dict": ("state = {'n': 0}", "", "state['n'] += 1", "", "state"),
+    "an entry of a list": ("n = [0, 0]", "", "n[1] = n[1] + 1", "", "n"),
+    "an entry of an attribute": (
+        "trainer.seen = {'n': 0}",
+        "",
+        "trainer.see()",
+        "",
+        "trainer.seen",
+    ),
+    "entries of each epoch": ("n = {'x': 0}", "n = {'x': 0}", "n['x'] += 1", "", "n"),
+    "an entry that is set before": ("n = {'x': 0}", "", "n['x'] = batch\nuse(n['x'])", "", ""),
+    "an entry of a batch": ("", "", "sample = {'x': batch}\nsample['x'] += 1", "", ""),
+    "an attribute of what is new": (
+        "new = Trainer()",
+        "",
+        "new = Trainer()\nnew.step += 1",
+        "",
+        "",
+    ),
     "an iterator": ("it = iter(range(99))", "", "use(next(it))", "", "it"),
     "one that begins again": (
         "it = iter(range(2))",
@@ -200,6 +224,26 @@ def test_what_is_drawn_beside_the_batches_is_named_where_it_is_lost(
         kit["main"](run, Variables(accelerator, []), said, range(9), cycle)
         notes = [note for notes in said for note in notes]
         assert [f"draws from `{name}`, and" in note for note in notes] == [True] * is_named
+
+
+class Cooling(nn.Module):
+    """A layer whose temperature falls with each batch; its number is in no state_dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.tau = nn.Parameter(torch.ones(1)), 1.0
+
+    def forward(self, x):
+        self.tau *= 0.9
+        return self.weight * x / self.tau
+
+
+def test_a_number_that_a_layer_keeps_is_named(accelerator):
+    model = accelerator.prepare(nn.Sequential(Cooling()))
+    watched = Variables(accelerator, [])
+    watched.start()
+    model(torch.ones(1))
+    assert "changed `0.tau of the Sequential`, which" in watched.notes()[0]
 
 
 def test_a_script_without_a_source_is_not_judged(accelerator):

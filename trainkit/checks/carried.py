@@ -17,7 +17,7 @@ CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "perf_counter_ns"
 
 @dataclass(frozen=True)
 class Carried:
-    """Names, with those of attributes as in `self.tau`.
+    """Names, with those of attributes as in `self.tau`, and of what has entries as in `counts[]`.
 
     Attributes:
         by_steps: what the innermost loop around the place carries.
@@ -192,10 +192,8 @@ class Flow:
         """Note what an expression reads; add to `done` what it sets."""
         if node is None:
             return
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-            name = _dotted(node)
-            if name and name not in done:
-                self.read.add(name)
+        if isinstance(getattr(node, "ctx", None), ast.Load):
+            self._note_read(_dotted(node), done)
         if isinstance(node, ast.NamedExpr):
             self.see(node.value, done)
             done |= self.store(node.target, done)
@@ -220,8 +218,15 @@ class Flow:
             self.stored.add(name)
             if not _is_clock(value):
                 self.computed.add(name)
-            done = {other for other in done if not other.startswith(f"{name}.")} | {name}
+            done.add(name)
         return done
+
+    def _note_read(self, name: str, done: set[str]) -> None:
+        """Note a name, unless it or the object that it is a part of is new."""
+        object_of, _, _ = name.partition(".")
+        new = {name, name.removesuffix("[]"), object_of.removesuffix("[]")} & done
+        if name and not new:
+            self.read.add(name)
 
     def _see_within(self, nodes: Iterable[ast.AST], own: set[str], done: set[str]) -> None:
         """Note what is read where some names are others'."""
@@ -254,9 +259,7 @@ class Flow:
 
     @after.register
     def _(self, statement: ast.AugAssign, done: set[str]) -> set[str]:
-        name = _dotted(statement.target)
-        if name and name not in done:
-            self.read.add(name)
+        self._note_read(_dotted(statement.target), done)
         self.see(statement.value, done)
         return self.store(statement.target, done)
 
@@ -323,9 +326,12 @@ def _joined(one: set[str] | None, other: set[str] | None) -> set[str] | None:
 
 
 def _dotted(node: ast.AST) -> str:
-    """`tau`, `self.tau` and "" for anything else."""
+    """`tau`, `self.tau`, `counts[]` and `self.counts[]`, and "" for anything else."""
     if isinstance(node, ast.Name):
         return node.id
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name | ast.Attribute):
+        name = _dotted(node.value)
+        return f"{name}[]" if name else ""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return f"{node.value.id}.{node.attr}"
     return ""

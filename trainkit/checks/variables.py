@@ -139,10 +139,12 @@ class Variables:
         found: dict[str, Seen] = {}
         for name, value in (*variables, *self._attributes(loops)):
             try:
-                seen = loops.look_at(name, value) or look_at(value, held)
+                seen = loops.look_at(name, value)
+                if seen is None and name not in loops.temporary:
+                    seen = look_at(value, held)
             except Exception:  # whatever it is: a note never ends a run
                 seen = None
-            if seen and name not in loops.temporary:
+            if seen:
                 found[name] = seen
         return found | {text: next_draw(is_plain=True) for text in loops.zipped}
 
@@ -212,18 +214,25 @@ class LoopsOfScript:
 
     def look_at(self, name: str, value: Any) -> Seen | None:
         """What a number, a text or an iterator is that is carried; None of anything else."""
-        path = name.partition(" of the ")[0]
-        is_kept = path in self.kept or ("." in path and path.rpartition(".")[2] in self.attributes)
-        if not (is_kept or path in self.by_steps or path != name):
+        path, of_model, _ = name.partition(" of the ")
+        if isinstance(value, dict | list):
+            path += "[]"
+        object_of, _, last = path.rpartition(".")
+        is_kept = path in self.kept or ((object_of or of_model) and last in self.attributes)
+        if not is_kept and path not in self.by_steps:
             return None
         if path in self.drawn and isinstance(value, Iterator):
             return next_draw(is_plain=not is_kept)
         is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad
         if is_one or isinstance(value, np.generic):
             value = value.item()
-        if not isinstance(value, bool | int | float | complex | str):
-            return None
-        return Seen(repr(value), NUMBER, is_plain=not is_kept)
+        numbers = [leaf for leaf in islice(leaves_of(value), MOST_LEAVES) if is_number(leaf)]
+        return Seen(repr(numbers), NUMBER, not is_kept) if numbers else None
+
+
+def is_number(value: Any) -> bool:
+    """Is this a single number, or a text?"""
+    return isinstance(value, bool | int | float | complex | str)
 
 
 def next_draw(is_plain: bool) -> Seen:
