@@ -168,6 +168,17 @@ def test_the_last_sentence_says_what_limits_and_what_helps(
             assert (ROOT / word).exists()
 
 
+def test_plans_of_attention_for_many_lengths_are_named_as_the_limit(accelerator, monkeypatch):
+    """As on an H100, where 9 % of a step of preference.py were the device's."""
+    config = SimpleNamespace(profile=2, num_workers=0, accumulate=1, batch_size=16, run_dir=None)
+    made = profile.Profile(accelerator, config, 100, print)
+    monkeypatch.setattr(accelerator.state, "device", torch.device("cuda"))
+    shares = {"waiting for data": 0.01, "idle (the device)": 0.9}
+    assert "each of 9 shapes: torch.backends.cuda.enable_" in made._limit(shares, 1864, 9)
+    assert "launches 1864 kernels" in made._limit(shares, 1864, 1)
+    assert "the device, in float32" in made._limit(shares | {"idle (the device)": 0.1}, 1864, 9)
+
+
 def test_the_time_of_a_device_counts_overlapping_kernels_once():
     def event(start, end, device=torch.autograd.DeviceType.CUDA):
         return SimpleNamespace(device_type=device, time_range=SimpleNamespace(start=start, end=end))

@@ -30,6 +30,7 @@ VIEWS = {
         *("resolve_conj", "resolve_neg", "is_nonzero", "item", "_local_scalar_dense"),
     )
 }
+PLANNED = "aten::_cudnn_attention_forward"
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 LAUNCHES = ("LaunchKernel", "GraphLaunch")
 
@@ -177,36 +178,21 @@ class Profile:
 
     def _describe(self, profiler: Any, path: Path) -> str:
         on_card = self.accelerator.device.type == "cuda"
-        averages = profiler.key_averages()
         num = self.num_profiled
-        step, data, core = (
-            1000 * seconds / self.num_timed
-            for seconds in (self.seconds, self.data_seconds, self.core_seconds)
-        )
+        step = 1000 * self.seconds / self.num_timed
+        parts = self._parts_of(step, profiler, on_card)
+        launches = num_launches(profiler.events()) / num
         if on_card:
-            waits = sum(e.cpu_time_total for e in averages if e.key in WAITS) / 1000 / num
-            device = min(step, busy_microseconds(profiler.events()) / 1000 / num)
-            parts = {
-                "waiting for data": data,
-                "host": max(0.0, core - waits),
-                "device": device,
-                "idle (the device)": step - device,
-            }
-            launches = (
-                sum(e.count for e in averages if any(name in e.key for name in LAUNCHES)) / num
-            )
-        else:
-            inside = sum(e.self_cpu_time_total for e in averages if e.key.startswith("aten::"))
-            share = min(1.0, inside / 1e6 / max(self.profiled_seconds, 1e-9))
-            parts = {
-                "waiting for data": data,
-                "operations": core * share,
-                "Python": core * (1 - share),
-                "idle": max(0.0, step - data - core),
-            }
-            launches = num_launches(profiler.events()) / num
+            averages = profiler.key_averages()
+            launched = [e.count for e in averages if any(name in e.key for name in LAUNCHES)]
+            launches = sum(launched) / num
         shares = {name: value / step for name, value in parts.items()}
-        together = " (host and device work at the same time)" if on_card else ""
+        # autograd calls the operations of the backward pass in a thread of its own on a card.
+        together = (
+            " (host and device work at the same time; the host's is without the backward pass)"
+            if on_card
+            else ""
+        )
         would = "" if on_card else " (operations that would launch one on a card)"
         lines = {
             "profile": f"of {self._say_steps()}; the times of a step are of "
@@ -217,16 +203,46 @@ class Profile:
             "peak memory": f"{peak_memory(self.accelerator.device) / 2**20:,.0f} MiB",
         }
         text = "\n".join(f"{name:<12} {line}" for name, line in lines.items())
-        table = most_expensive(profiler.key_averages(group_by_input_shape=True), num, on_card)
-        limit = self._limit(shares, launches)
+        by_shape = profiler.key_averages(group_by_input_shape=True)
+        table = most_expensive(by_shape, num, on_card)
+        num_plans = sum(row.key == PLANNED for row in by_shape)
+        limit = self._limit(shares, launches, num_plans)
         return f"{text}\n{table}\nlimited by   {limit}\ntrace        {path}, for ui.perfetto.dev"
+
+    def _parts_of(self, step: float, profiler: Any, on_card: bool) -> dict[str, float]:
+        """What a step spends its milliseconds on."""
+        averages = profiler.key_averages()
+        num = self.num_profiled
+        data, core = (
+            1000 * seconds / self.num_timed for seconds in (self.data_seconds, self.core_seconds)
+        )
+        if on_card:
+            waits = sum(e.cpu_time_total for e in averages if e.key in WAITS) / 1000 / num
+            device = min(step, busy_microseconds(profiler.events()) / 1000 / num)
+            return {
+                "waiting for data": data,
+                "host": max(0.0, core - waits),
+                "device": device,
+                "idle (the device)": step - device,
+            }
+        inside = sum(e.self_cpu_time_total for e in averages if e.key.startswith("aten::"))
+        share = min(1.0, inside / 1e6 / max(self.profiled_seconds, 1e-9))
+        return {
+            "waiting for data": data,
+            "operations": core * share,
+            "Python": core * (1 - share),
+            "idle": max(0.0, step - data - core),
+        }
 
     def _say_steps(self) -> str:
         skipped = f", of which fp16 skipped {self.num_skipped}" if self.num_skipped else ""
         return f"{count(self.num_profiled, 'step')}{skipped}"
 
-    def _limit(self, shares: dict[str, float], launches: float) -> str:
-        """One sentence: what limits the step, and what helps."""
+    def _limit(self, shares: dict[str, float], launches: float, num_plans: int = 0) -> str:
+        """One sentence: what limits the step, and what helps.
+
+        num_plans: of cuDNN's attention, one for each shape that it was given.
+        """
         config, accelerator = self.config, self.accelerator
         if shares["waiting for data"] > 0.2:
             more = 2 * config.num_workers or 4
@@ -237,6 +253,11 @@ class Profile:
             if accelerator.mixed_precision == "no":
                 return "the device, in float32: accelerate_configs/1gpu_bf16.yaml computes faster"
             return "the device, which hardly ever waits: a smaller model, or more devices"
+        if num_plans > 1:
+            return (
+                f"the host, where cuDNN makes a plan of attention for each of {num_plans} shapes: "
+                "torch.backends.cuda.enable_cudnn_sdp(False) leaves it out"
+            )
         helps = f"a --batch-size above {config.batch_size} gives each kernel more to do"
         if config.accumulate > 1:
             helps = f"--accumulate 1, if the memory is enough, instead of {config.accumulate}"
