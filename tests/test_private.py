@@ -7,7 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import accelerate.accelerator
+import accelerate.data_loader
 import accelerate.optimizer
+import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import is_lomo_available
@@ -103,19 +106,25 @@ def test_a_step_looks_for_no_package(accelerator, monkeypatch):
     assert weight < 1
 
 
-def test_prepare_imports_no_dtensors(monkeypatch):
-    name, asked = "torch.distributed.tensor", []
-    monkeypatch.setattr(accelerate.accelerator, "model_has_dtensor", lambda m: asked.append(m) or 1)
-    fixes.look_for_dtensors_at_hand()
-    fixes.look_for_dtensors_at_hand()  # of a second run in this process
-    model = torch.nn.Linear(1, 1)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    assert not accelerate.accelerator.model_has_dtensor(model)
-    assert name not in sys.modules
+@pytest.mark.parametrize(
+    "module, look, package",
+    [
+        (accelerate.accelerator, "model_has_dtensor", "torch.distributed.tensor"),
+        (accelerate.data_loader, "is_datasets_available", "datasets"),
+    ],
+)
+def test_prepare_imports_nothing_to_see_whether_it_is_there(module, look, package, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, look, lambda *args: asked.append(args) or True)
+    fixes.look_only_at_what_is_imported()
+    fixes.look_only_at_what_is_imported()  # of a second run in this process
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    assert not getattr(module, look)("model")
+    assert package not in sys.modules
     assert not asked
-    monkeypatch.setitem(sys.modules, name, torch.distributed)
-    assert accelerate.accelerator.model_has_dtensor(model)
-    assert asked == [model]
+    monkeypatch.setitem(sys.modules, package, torch)
+    assert getattr(module, look)("model")
+    assert asked == [("model",)]
 
 
 STEPS = """

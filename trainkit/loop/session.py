@@ -19,8 +19,8 @@ from trainkit.launch.streams import keep_printing
 from trainkit.loop.compiling import keep_compiled
 from trainkit.outside.fixes import (
     end_workers,
-    look_for_dtensors_at_hand,
     look_for_lomo_once,
+    look_only_at_what_is_imported,
     share_frozen_weights,
 )
 from trainkit.outside.names import mesh_groups
@@ -42,7 +42,7 @@ def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator
     precision = environment.check_launch()
     keep_compiled()
     look_for_lomo_once()
-    look_for_dtensors_at_hand()
+    look_only_at_what_is_imported()
     tracker = JsonlTracker(config.run_dir)
     with together.deadline(config.time_limit):
         accelerator = Accelerator(
