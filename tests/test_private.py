@@ -127,6 +127,13 @@ def test_prepare_imports_nothing_to_see_whether_it_is_there(module, look, packag
     assert asked == [("model",)]
 
 
+def test_no_module_lets_accelerate_unwrap_a_model():
+    """It would import torch's compiler: as_it_was(model) of trainkit/outside/names.py does not."""
+    for path, node in nodes():
+        if isinstance(node, ast.Attribute):
+            assert node.attr != "unwrap_model", (path, node.lineno)
+
+
 STEPS = """
 import torch
 weight, calls = torch.linspace(0, 1, 50).requires_grad_(), []
@@ -141,13 +148,24 @@ for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
 """
 
 
-def test_without_the_compiler_numbers_are_the_same_and_hooks_are_called():
+# Models as predict.py makes them to compare their shapes with those of the weights.
+SHAPES = """
+from trainkit.tables.network import TabM
+from trainkit.texts.bags import Bag
+with torch.device("meta"):
+    assert TabM(2, [[0.0, 0.5, 1.0]]).signs.shape == (4, 4, 1, 3)
+    assert Bag(9, 2).table.weight.shape == (9, 2)
+"""
+
+
+def test_without_the_compiler_numbers_and_shapes_are_the_same_and_hooks_are_called():
     plain = {}
     exec(STEPS, plain)
     assert "torch._dynamo" in sys.modules  # this process is as torch made it
     code = (
         "from trainkit.outside import fixes\nfixes.skip_the_compiler()"
         + STEPS
+        + SHAPES
         + "import sys\nassert 'torch._dynamo' not in sys.modules, 'it was imported'\n"
         + f"assert weight.tolist() == {plain['weight'].tolist()} and len(calls) == 9"
     )

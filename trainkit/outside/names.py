@@ -78,6 +78,15 @@ def without_compiler(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def as_it_was(prepared: nn.Module) -> nn.Module:
+    """The model that accelerator.prepare was given, without what it put around it.
+
+    accelerator.unwrap_model imports torch's compiler and shards, 1.3 s, to ask what is around it.
+    """
+    model = without_compiler(prepared)
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 def compiler_error() -> type[Exception]:
     """What torch.compile raises for code that it cannot compile."""
     from torch._dynamo.exc import TorchDynamoException  # imports the compiler, 1.2 s
