@@ -1,5 +1,6 @@
 """Settings of the whole process: each does what it says, and is noticed if its target changes."""
 
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from trainkit import errors
 import pytest
 import torch
 from conftest import ROOT, linux_only, posix_only, refused
+from loops import train
 
 from trainkit.launch import cores, environment
 from trainkit.loop import session as world
@@ -444,3 +446,24 @@ def test_shared_memory_is_named_if_it_is_full_or_small(monkeypatch):
     assert "/dev/shm" not in of(2**26, 2**25)
     lost = RuntimeError("CUDA error: an illegal memory access")
     assert of(2**26, 2**25) is None
+
+
+def test_deterministic_algorithms_are_on_as_long_as_the_run_asks_for_them(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen = []
+
+    def look(run, number):
+        seen.append((torch.are_deterministic_algorithms_enabled(), workspaces()))
+
+    def workspaces():
+        return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+    train(f"--run-dir {tmp_path}/a --epochs 1", body=look)
+    assert {*seen} == {(False, None)}
+    seen.clear()
+    train(f"--run-dir {tmp_path}/b --epochs 1 --deterministic", body=look)
+    assert {*seen} == {(True, ":4096:8")}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == (
+        tmp_path / "b" / "metrics.jsonl"
+    ).read_text()

@@ -158,6 +158,8 @@ class TrainingConfig:
     """also log to this tracker"""
     num_workers: MayChange[NonNegative[int]] = 0
     """loader processes per training process"""
+    deterministic: MayChange[bool] = False
+    """on a GPU: only algorithms that give the same bits each time, of which some are slower"""
     profile: MayChange[NonNegative[int]] = 0
     """steps to profile: trace.json, a table, and what limits a step"""
     timeout: MayChange[Count] = 300

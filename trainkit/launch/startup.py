@@ -1,7 +1,7 @@
 """All settings that affect the whole process, one function each, and how a script ends.
 
-run(main) applies them before main. The two that affect safety or numbers, refuse_pickled_code and
-compute_float32_in_full, are applied by Run, so that they also hold in a notebook, and
+run(main) applies them before main. Those that affect safety or numbers, refuse_pickled_code,
+compute_float32_in_full and same_bits, are applied by Run, so that they also hold in a notebook, and
 attend_without_cudnn by what loads a language model. To measure what those of run() save, run
 `python -m benchmarks.time_to_accuracy --compare startup`.
 """
@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -120,6 +120,23 @@ def compute_float32_in_full() -> None:
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+@contextlib.contextmanager
+def same_bits() -> Iterator[None]:
+    """In the body torch uses only algorithms that give the same bits each time; a GPU has others.
+
+    Where there is none, torch raises an error that names the operation. cuBLAS reads the variable
+    when it first multiplies.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    were_on = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(were_on, warn_only=only_warns)
 
 
 def attend_without_cudnn() -> None:

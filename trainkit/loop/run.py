@@ -41,6 +41,7 @@ from trainkit.config import TrainingConfig
 from trainkit.launch.patience import say_what_takes_long, start_beating, wait_for_all
 from trainkit.launch.run_folder import borrow_run_folder, open_run
 from trainkit.launch.signals import Signals
+from trainkit.launch.startup import same_bits
 from trainkit.loop import evaluation
 from trainkit.loop.ema import EMA
 from trainkit.loop.session import (
@@ -109,6 +110,8 @@ class Run:
         self.resources.callback(
             say_what_takes_long(self.accelerator, lambda: self.signals.stepping)
         )
+        if config.deterministic:
+            self.resources.enter_context(same_bits())
         set_seed(config.seed)
         self.stage = "entered"
         return self
