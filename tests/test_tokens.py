@@ -184,3 +184,21 @@ def test_equal_blocks_are_compiled_once_however_many_there_are(tmp_path, run_mai
         run_main("examples.gpt", flags, f"--run-dir {tmp_path}/{layers}")
         num_compiled.append(counters["unique_graphs"] - before)
     assert 1 < num_compiled[0] == num_compiled[1] <= 5  # in one piece it would be 1
+
+
+def test_a_sample_of_many_lengths_waits_for_no_plans_of_cudnn(accelerator, tmp_path):
+    """Training, which has one length, keeps cuDNN."""
+    is_on, found = torch.backends.cuda.cudnn_sdp_enabled, []
+
+    def forward(tokens):
+        found.append((tokens.shape[1], is_on()))
+        return F.one_hot(tokens, 256).float()
+
+    model, before = torch.nn.Identity(), is_on()
+    model.forward = forward
+    parts = {"config": SimpleNamespace(run_dir=tmp_path), "progress": SimpleNamespace(step=7)}
+    run = SimpleNamespace(models=[model], accelerator=accelerator, print=print, **parts)
+    gpt.write_sample(run)
+    assert len({length for length, _ in found}) == 125
+    assert not any(on for _, on in found)
+    assert before and is_on()
