@@ -777,3 +777,37 @@ def test_a_state_that_the_processes_gather_is_looked_at_by_all_of_them(tmp_path,
     done = fork_main(SUMMED, flags, world=2)
     assert done.codes == [0, 0], done.output
     assert "2 processes on cpu" in done.stdout and "note:" not in done.stdout
+
+
+ASKED = """
+def main(watched, thing):
+    SHOWN
+    for epoch in range(2):
+        watched.start()
+        watched.notes()
+    made = thing()
+    watched.notes()
+"""
+
+
+def test_processes_with_other_variables_ask_equally_often_for_a_state(accelerator):
+    """As the main process, which alone has what it shows: a state_dict() may wait for all."""
+
+    class Thing:
+        num_asked = 0
+
+        def state_dict(self):
+            Thing.num_asked += 1
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    asked = []
+    for shown in ("shown = torch.zeros(3)", "pass"):
+        scope = {"__name__": "mine", "torch": torch}
+        exec(compile(ASKED.replace("SHOWN", shown), "mine.py", "exec"), scope)
+        Thing.num_asked = 0
+        scope["main"](Variables(accelerator, []), Thing)
+        asked.append(Thing.num_asked)
+    assert asked[0] == asked[1] > 0

@@ -94,7 +94,8 @@ class Variables:
             self.before = self._look()
             self.plain = [name for name, seen in self.before.items() if seen.is_plain]
             return
-        now = self._look() if self.plain else {}
+        # Even if `plain` is empty, as others may have names, such as those of the main process.
+        now = self._look()
         for name in self.plain:
             self.before[name] = now.get(name, EMPTY)
 
@@ -104,7 +105,7 @@ class Variables:
         is_epoch_over: what begins anew in the next epoch is not lost.
         """
         before = self.before or {}
-        now = self._look() if before else {}
+        now = self._look()
         changed = {name for name in before if is_changed(before[name], now.get(name, EMPTY))}
         if is_epoch_over:
             changed -= {name for name in self.plain if before[name].kind in (NUMBER, ITERATOR)}
