@@ -1,12 +1,11 @@
 """The numbers that a loop carries from step to step, and no checkpoint holds, are named."""
 
 import re
+from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
 from trainkit.checks.variables import Variables
 
@@ -138,6 +137,38 @@ CASES = {
         "",
         "",
     ),
+    "the time, by another name": (
+        "start = time.time()",
+        "",
+        "now = time.time()\nuse(now - start)\nstart = now",
+        "",
+        "",
+    ),
+    "a sum of times": ("spent = 0.0", "", "spent += time.time() - epoch", "", ""),
+    "a list that is made anew of itself": ("n = [0, 0]", "", "n = n[1:] + [batch + 1]", "", "n"),
+    "one in a try with a star": (
+        "n = 0",
+        "",
+        "try:\n    n += 1\nexcept* ValueError:\n    use()",
+        "",
+        "n",
+    ),
+    "what each case sets": (
+        "x = 0",
+        "",
+        "match batch:\n    case 0: x = 5\n    case _: x = batch\nuse(x)",
+        "",
+        "",
+    ),
+    "what some cases set": ("x = 0", "", "match batch:\n    case 1: x = 5\nuse(x)", "", "x"),
+    "an attribute of what each step makes": (
+        "new = Trainer()",
+        "",
+        "new = Trainer()\nnew.move()",
+        "",
+        "",
+    ),
+    "a long text": ("log = 'a' * 9999", "", "log = log + 'b'", "", "log"),
     "a list of a comprehension": ("x = 0", "", "use([x for x in range(3)])\nx = batch", "", ""),
     "what only begins": ("first = None", "", "first = batch", "use(first)", ""),
     "a batch as large as one before": ("x = torch.ones(4)", "", "x = torch.rand(4)", "", ""),
@@ -176,6 +207,10 @@ def steps(watched, said):
     watched.start()
     yield from range(3)
     said.append(watched.notes(is_epoch_over=True))
+
+
+def save(watched, said):
+    said.append(watched.notes())
 """
 
 
@@ -226,9 +261,170 @@ def test_what_is_drawn_beside_the_batches_is_named_where_it_is_lost(
         assert [f"draws from `{name}`, and" in note for note in notes] == [True] * is_named
 
 
-class Cooling(nn.Module):
-    """A layer whose temperature falls with each batch; its number is in no state_dict."""
+METER = """
+import torch
 
+class Meter:
+    def __init__(self):
+        self.num = 0
+
+    def add(self):
+        self.num += 1
+
+"""
+# What a script does, and what it is told at its saves and at the ends of its epochs.
+SCRIPTS = {
+    "a sum of an epoch over a generator of its own": (
+        "def batches(run):\n"
+        "    for batch in run.steps():\n"
+        "        yield batch\n"
+        "def main(run):\n"
+        "    total = 0\n"
+        "    for epoch in range(2):\n"
+        "        total = 0\n"
+        "        for batch in batches(run):\n"
+        "            total += batch\n",
+        "",
+        "",
+    ),
+    "a meter of each epoch": (
+        "def main(run):\n"
+        "    for epoch in range(2):\n"
+        "        meter = Meter()\n"
+        "        for batch in run.steps():\n"
+        "            meter.add()\n"
+        "            SAVE\n",
+        "meter.num",
+        "",
+    ),
+    "a meter of a function that trains an epoch": (
+        "def train(run):\n"
+        "    meter = Meter()\n"
+        "    for batch in run.steps():\n"
+        "        meter.add()\n"
+        "        SAVE\n"
+        "def main(run):\n"
+        "    for epoch in range(2):\n"
+        "        train(run)\n",
+        "meter.num",
+        "",
+    ),
+    "a meter of the run": (
+        "def train(run, meter):\n"
+        "    for batch in run.steps():\n"
+        "        meter.add()\n"
+        "        SAVE\n"
+        "def main(run):\n"
+        "    meter = Meter()\n"
+        "    for epoch in range(2):\n"
+        "        train(run, meter)\n",
+        "meter.num",
+        "meter.num",
+    ),
+    "tensors of each epoch that change in place": (
+        "def main(run):\n"
+        "    for epoch in range(2):\n"
+        "        slow = [torch.ones(3)]\n"
+        "        for batch in run.steps():\n"
+        "            slow[0].mul_(0.5)\n"
+        "            SAVE\n",
+        "slow",
+        "",
+    ),
+    "a generator of each epoch": (
+        "def main(run):\n"
+        "    for epoch in range(2):\n"
+        "        draws = torch.Generator().manual_seed(epoch)\n"
+        "        for batch in run.steps():\n"
+        "            torch.rand(1, generator=draws)\n"
+        "            SAVE\n",
+        "draws",
+        "",
+    ),
+    "the batches, drawn by hand": (
+        "def main(run):\n"
+        "    for epoch in range(2):\n"
+        "        batches = iter(run.steps())\n"
+        "        while next(batches, None) is not None:\n"
+        "            SAVE\n",
+        "",
+        "",
+    ),
+    "the same again": (
+        "from itertools import repeat\n"
+        "def main(run):\n"
+        "    for epoch in range(2):\n"
+        "        for batch, factor in zip(run.steps(), repeat(3)):\n"
+        "            SAVE\n",
+        "",
+        "",
+    ),
+    "a function with more branches than Python can follow": (
+        "def pick(x):\n"
+        "    if x == 0:\n"
+        "        y = 0\n" + "".join(f"    elif x == {n}:\n        y = 1\n" for n in range(900)) + ""
+        "def main(run):\n"
+        "    meter, n = Meter(), 0\n"
+        "    for epoch in range(2):\n"
+        "        for batch in run.steps():\n"
+        "            meter.add()\n"
+        "            n += 1\n"
+        "            SAVE\n",
+        "meter.num n",
+        "meter.num n",
+    ),
+}
+
+
+def names_told(path, accelerator, text: str) -> list[str]:
+    """The names that a script is told."""
+    kit, said, watched = {}, [], Variables(accelerator, [])
+    exec(compile(STEPS, "<frozen kit>", "exec"), kit)
+    path.write_text(text)
+    scope = {"__name__": "mine"}
+    exec(compile(text, path, "exec"), scope)
+    steps, save = (partial(kit[name], watched, said) for name in ("steps", "save"))
+    scope["main"](SimpleNamespace(steps=steps, save=save))
+    lines = [re.split(", which no|, and no", note)[0] for notes in said for note in notes]
+    return re.findall("`(.*?)`", " ".join(lines))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_told_what_it_loses_in_an_epoch_and_at_its_end(tmp_path, accelerator, name):
+    text, at_saves, at_ends = SCRIPTS[name]
+    for save, names in (("run.save()", at_saves), ("pass", at_ends)):
+        path = tmp_path / f"mine_{save[:3]}.py"
+        told = names_told(path, accelerator, METER + text.replace("SAVE", save))
+        assert sorted(told) == names.split()
+
+
+def test_a_script_that_has_changed_since_it_began_is_not_judged(tmp_path, accelerator):
+    """As one that is edited while it reads its data: its lines are others."""
+    text = (
+        "def main(run):\n"
+        "    n = last = 0\n"
+        "    for epoch in range(2):\n"
+        "        for batch in run.steps():\n"
+        "            last = batch\n"
+        "            n += 1\n"
+    )
+    path = tmp_path / "mine.py"
+    edited = text.replace("last = batch", "last += batch")
+    assert (
+        names_told(
+            path,
+            accelerator,
+            text + f"from pathlib import Path\nPath({str(path)!r}).write_text({edited!r})\n",
+        )
+        == []
+    )
+
+
+COOLING = """
+from torch import nn
+import torch
+
+class Cooling(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight, self.tau = nn.Parameter(torch.ones(1)), 1.0
@@ -237,13 +433,20 @@ class Cooling(nn.Module):
         self.tau *= 0.9
         return self.weight * x / self.tau
 
-
-def test_a_number_that_a_layer_keeps_is_named(accelerator):
+def main(accelerator, watched):
     model = accelerator.prepare(nn.Sequential(Cooling()))
-    watched = Variables(accelerator, [])
     watched.start()
     model(torch.ones(1))
-    assert "changed `0.tau of the Sequential`, which" in watched.notes()[0]
+    return watched.notes()
+"""
+
+
+def test_a_number_that_a_layer_keeps_is_named(tmp_path, accelerator):
+    path, scope = tmp_path / "mine.py", {"__name__": "mine"}
+    path.write_text(COOLING)
+    exec(compile(COOLING, path, "exec"), scope)
+    (note,) = scope["main"](accelerator, Variables(accelerator, []))
+    assert "changed `0.tau of the Sequential`, which" in note
 
 
 def test_a_script_without_a_source_is_not_judged(accelerator):

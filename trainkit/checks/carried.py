@@ -9,9 +9,12 @@ import linecache
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, singledispatchmethod
+from pathlib import Path
 from types import CodeType, FrameType
 
 Loop = ast.For | ast.AsyncFor | ast.While
+MAKERS = ast.Call | ast.Dict | ast.List | ast.DictComp | ast.ListComp
+CONSTANT = "repeat(", "itertools.repeat("
 CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "perf_counter_ns", "now"}
 
 
@@ -22,16 +25,22 @@ class Carried:
     Attributes:
         by_steps: what the innermost loop around the place carries.
         by_others: what the loops around that one carry.
-        temporary: what one of them sets and none of them carries.
+        temporary: what the innermost loop sets and none of them carries.
+        anew: what only the loops around that one set, and none of them carries.
+        made: what the function makes outside of a loop, if a single loop is around the place.
         drawn: what is given to next() in one of them.
         zipped: what the innermost loop goes through beside the batches of run.steps, as written.
+        num_loops: how many loops are around the place.
     """
 
     by_steps: frozenset[str] = frozenset()
     by_others: frozenset[str] = frozenset()
     temporary: frozenset[str] = frozenset()
+    anew: frozenset[str] = frozenset()
+    made: frozenset[str] = frozenset()
     drawn: frozenset[str] = frozenset()
     zipped: tuple[str, ...] = ()
+    num_loops: int = 0
 
 
 NOTHING = Carried()
@@ -40,24 +49,40 @@ NOTHING = Carried()
 def carried_by(frame: FrameType) -> Carried:
     """What the loops around the place carry where a function, or a script, is now.
 
-    It is nothing where there is no source to read.
+    It is nothing where there is no source to read, or one that is nested too deeply for it.
     """
     return _carried_at(frame.f_code, frame.f_lineno or 0)
 
 
 @lru_cache(maxsize=100)
 def _carried_at(code: CodeType, line: int) -> Carried:
-    loops = _loops_around(_statements_of(code), line)
-    flows = [_flow_of(loop) for loop in loops]
-    if not flows:
+    try:
+        statements = _statements_of(code)
+        loops = _loops_around(statements, line)
+        return _carried_in(loops, statements) if loops else NOTHING
+    except RecursionError:  # a chain of hundreds of elif, or a sum of a thousand terms
         return NOTHING
+
+
+def _carried_in(loops: list[Loop], statements: Sequence[ast.stmt]) -> Carried:
+    flows = [_flow_of(loop) for loop in loops]
     carried = [flow.carried() for flow in flows]
     others = frozenset().union(*carried[:-1])
-    stored = frozenset().union(*(flow.stored for flow in flows))
-    drawn = frozenset(_names_drawn_in(loops[0]))
+    stored = frozenset[str]().union(*(flow.stored for flow in flows))
+    in_steps = frozenset(flows[-1].stored)
+    drawn = frozenset(_names_drawn_in(loops[0])) - frozenset(_names_of_batches(loops[0]))
     others |= drawn - stored
     by_steps = (carried[-1] | drawn) - others
-    return Carried(by_steps, others, stored - others - by_steps, drawn, _zipped_with(loops[-1]))
+    return Carried(
+        by_steps,
+        others,
+        temporary=in_steps - others - by_steps,
+        anew=stored - in_steps - others - by_steps,
+        made=frozenset(_names_made_in(statements)) if len(loops) == 1 else frozenset(),
+        drawn=drawn,
+        zipped=_zipped_with(loops[-1]),
+        num_loops=len(loops),
+    )
 
 
 def _names_drawn_in(loop: Loop) -> Iterator[str]:
@@ -66,12 +91,26 @@ def _names_drawn_in(loop: Loop) -> Iterator[str]:
             yield _dotted(node.args[0])
 
 
+def _names_of_batches(loop: Loop) -> Iterator[str]:
+    """As `batches` in `batches = iter(run.steps(loader))`, which a checkpoint holds."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Assign) and ".steps(" in ast.unparse(node.value):
+            yield from (_dotted(target) for target in node.targets)
+
+
+def _names_made_in(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    for statement in statements:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, MAKERS):
+            yield from (_dotted(target) for target in statement.targets)
+
+
 def _zipped_with(loop: Loop) -> tuple[str, ...]:
     for node in () if isinstance(loop, ast.While) else ast.walk(loop.iter):
         if isinstance(node, ast.Call) and _dotted(node.func) == "zip":
             parts = [ast.unparse(part) for part in node.args]
             if any(".steps(" in part for part in parts):
-                return tuple(part for part in parts if ".steps(" not in part)
+                others = [part for part in parts if ".steps(" not in part]
+                return tuple(part for part in others if not part.startswith(CONSTANT))
     return ()
 
 
@@ -88,7 +127,10 @@ def kept_by_functions(file: str) -> tuple[frozenset[str], frozenset[str]]:
     for function in ast.walk(tree) if tree else ():
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             flow = Flow()
-            flow.run(function.body, set())
+            try:
+                flow.run(function.body, set())
+            except RecursionError:  # as above
+                continue
             attributes |= {name.partition(".")[2] for name in flow.carried() if "." in name}
             names |= _names_shared_by(function) & flow.stored
     return frozenset(names), frozenset(attributes)
@@ -108,15 +150,35 @@ def _parse(file: str) -> ast.Module | None:
     """The file as it was when it was first asked for; in a notebook, the cell."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):  # no Python, or it has changed into none since it was run
-        return None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # no Python, or it has changed into none since it was run
+
+
+def is_as_written(code: CodeType) -> bool:
+    """Is the file still as it was when this was compiled from it, or is it a cell of a notebook?"""
+    file = code.co_filename
+    return not Path(file).exists() or code in _compiled_from(file)
+
+
+@lru_cache(maxsize=100)
+def _compiled_from(file: str) -> frozenset[CodeType]:
+    """The code of a file, and of all functions in it."""
+    if _parse(file) is None:
+        return frozenset()
+    source = "".join(linecache.getlines(file))
+    found, codes = set(), [compile(source, file, "exec", dont_inherit=True)]
+    while codes:
+        code = codes.pop()
+        found.add(code)
+        codes += [part for part in code.co_consts if isinstance(part, CodeType)]
+    return frozenset(found)
 
 
 @lru_cache(maxsize=100)
 def _statements_of(code: CodeType) -> Sequence[ast.stmt]:
     """The body of the function, or of the module."""
-    tree = _parse(code.co_filename)
-    if tree is None or code.co_name == "<module>":
+    tree = _parse(code.co_filename) if is_as_written(code) else None
+    if tree is None or code.co_name.startswith(("<module>", "<cell line")):
         return tree.body if tree else ()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name:
@@ -209,6 +271,7 @@ class Flow:
     def store(self, target: ast.AST, done: set[str], value: ast.expr | None = None) -> set[str]:
         """Note what an assignment sets; return `done` with it."""
         done = set(done)
+        is_time = self._is_time(value)  # before its own name is one that is set
         for node in ast.walk(target):
             name = _dotted(node)
             if not name or not isinstance(getattr(node, "ctx", None), ast.Store):
@@ -216,10 +279,25 @@ class Flow:
                     self.see(node, done)  # the object of an attribute, a list, an index
                 continue
             self.stored.add(name)
-            if not _is_clock(value):
+            if not is_time:
                 self.computed.add(name)
             done.add(name)
         return done
+
+    def _is_time(self, value: ast.expr | None) -> bool:
+        """Is this the time, or a duration?"""
+        if isinstance(value, ast.BinOp):
+            return self._is_time(value.left) or self._is_time(value.right)
+        if isinstance(value, ast.Name):
+            return value.id in self.stored - self.computed
+        if not isinstance(value, ast.Call):
+            return False
+        called = value.func
+        if isinstance(called, ast.Name):
+            return called.id in CLOCKS
+        return isinstance(called, ast.Attribute) and (
+            called.attr in CLOCKS or self._is_time(called.value)
+        )
 
     def _note_read(self, name: str, done: set[str]) -> None:
         """Note a name, unless it or the object that it is a part of is new."""
@@ -261,7 +339,7 @@ class Flow:
     def _(self, statement: ast.AugAssign, done: set[str]) -> set[str]:
         self._note_read(_dotted(statement.target), done)
         self.see(statement.value, done)
-        return self.store(statement.target, done)
+        return self.store(statement.target, done, statement.value)
 
     @after.register
     def _(self, statement: ast.For | ast.AsyncFor, done: set[str]) -> set[str]:
@@ -292,7 +370,7 @@ class Flow:
         return self.run(statement.body, done)
 
     @after.register
-    def _(self, statement: ast.Try, done: set[str]) -> set[str] | None:
+    def _(self, statement: ast.Try | ast.TryStar, done: set[str]) -> set[str] | None:
         after = self.run([*statement.body, *statement.orelse], done)
         for handler in statement.handlers:
             own = done | {handler.name} if handler.name else done
@@ -301,14 +379,21 @@ class Flow:
         return None if after is None else last
 
     @after.register
-    def _(self, statement: ast.Match, done: set[str]) -> set[str]:
+    def _(self, statement: ast.Match, done: set[str]) -> set[str] | None:
         self.see(statement.subject, done)
+        after: set[str] | None = None
         for case in statement.cases:
-            parts = [node for node in ast.walk(case.pattern) if isinstance(node, ast.MatchAs)]
+            parts = [
+                node
+                for node in ast.walk(case.pattern)
+                if isinstance(node, ast.MatchAs | ast.MatchStar)
+            ]
             own = done | {part.name for part in parts if part.name}
             self.see(case.guard, own)
-            self.run(case.body, own)
-        return done
+            after = _joined(after, self.run(case.body, own))
+            if isinstance(case.pattern, ast.MatchAs) and not (case.pattern.pattern or case.guard):
+                return after  # as `case _`
+        return _joined(after, done)
 
     @after.register
     def _(self, statement: ast.FunctionDef | ast.AsyncFunctionDef, done: set[str]) -> set[str]:
@@ -343,11 +428,3 @@ def _names_in(node: ast.AST) -> Iterator[ast.Name]:
 
 def _arguments(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
     return {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
-
-
-def _is_clock(value: ast.expr | None) -> bool:
-    if not isinstance(value, ast.Call):
-        return False
-    called = value.func
-    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-    return name in CLOCKS

@@ -10,7 +10,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit.checks.carried import Carried, carried_by, kept_by_functions
+from trainkit.checks.carried import Carried, carried_by, is_as_written, kept_by_functions
 from trainkit.checks.changes import Marks, is_dense, rows_here
 from trainkit.hashes import digest
 from trainkit.outside.names import (
@@ -35,6 +35,7 @@ from trainkit.text import shorten
 
 NUM_SEEN, DEPTH = 100, 3  # of the entries of a list or dict, and of those within each other
 MOST_LEAVES = 1000  # of a variable that are looked at
+LONG = 1000  # characters of a text
 SMALL = 2**16  # numbers of a tensor that may be copied to look at it
 OF_FRAME = 3  # references to the variables of a frame: its own, a name and an argument
 KIT = str(Path(__file__).parents[1])
@@ -50,11 +51,13 @@ class Seen:
         kind: of thing.
         is_plain: it is a tensor, or a list or dict, which an evaluation may make anew; or a number
             that begins anew in each epoch.
+        is_anew: it begins anew in each epoch, so that at the end of one nothing is lost.
     """
 
     text: str = ""
     kind: Any = None
     is_plain: bool = True
+    is_anew: bool = False
 
 
 EMPTY = Seen()
@@ -108,7 +111,7 @@ class Variables:
         now = self._look()
         changed = {name for name in before if is_changed(before[name], now.get(name, EMPTY))}
         if is_epoch_over:
-            changed -= {name for name in self.plain if before[name].kind in (NUMBER, ITERATOR)}
+            changed -= {name for name in self.plain if before[name].is_anew}
         names = [name for name in before if name in changed - self.said]
         self.said |= changed
         drawn = [name for name in names if before[name].kind == ITERATOR]
@@ -140,14 +143,14 @@ class Variables:
         found: dict[str, Seen] = {}
         for name, value in (*variables, *self._attributes(loops)):
             try:
-                seen = loops.look_at(name, value)
-                if seen is None and name not in loops.temporary:
-                    seen = look_at(value, held)
+                # Always first, so that what a state_dict() communicates depends on no source.
+                seen = look_at(value, held)
+                seen = loops.look_at(name, value, seen)
             except Exception:  # whatever it is: a note never ends a run
                 seen = None
             if seen:
                 found[name] = seen
-        return found | {text: next_draw(is_plain=True) for text in loops.zipped}
+        return found | {text: next_draw(is_anew=True) for text in loops.zipped}
 
     def _attributes(self, loops: "LoopsOfScript") -> Iterator[tuple[str, Any]]:
         """The tensors of the models that are neither weights nor buffers, and numbers they keep."""
@@ -184,7 +187,8 @@ class LoopsOfScript:
     Attributes:
         by_steps: names that the loop over the steps of an epoch carries.
         kept: names that other loops carry, or functions with `global` or `nonlocal`.
-        temporary: names that are set before they are read.
+        temporary: names that a step sets before it reads them.
+        anew: names that an epoch sets before its steps.
         drawn: names of what is given to next().
         zipped: what is gone through beside the batches.
         attributes: of objects, those that a function reads before it sets them.
@@ -194,41 +198,70 @@ class LoopsOfScript:
         frames = frames_of_script()
         around = [carried_by(frame) for frame in frames]
         self.kept, self.attributes = set[str](), frozenset[str]()
-        if frames:
+        if frames and is_as_written(frames[0].f_code):
             shared, self.attributes = kept_by_functions(frames[0].f_code.co_filename)
             self.kept |= shared
-        self.by_steps, self.temporary, self.drawn = set[str](), set[str](), set[str]()
+        self.by_steps, self.temporary, self.anew = set[str](), set[str](), set[str]()
+        self.drawn = set[str]()
         self.zipped = around[0].zipped if around else ()
         hidden: set[str] = set()
+        is_over_steps = True
         for number, (frame, carried) in enumerate(zip(frames, around, strict=True)):
-            self._add(carried, hidden, is_nearest=number == 0)
+            is_called_anew = any(outer.num_loops for outer in around[number + 1 :])
+            self._add(carried, hidden, is_over_steps, is_called_anew)
             hidden |= {*frame.f_code.co_varnames, *frame.f_code.co_cellvars}
+            # A generator hands the batches on to a loop of its caller.
+            is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+            is_over_steps &= is_generator or not carried.num_loops
 
-    def _add(self, carried: Carried, hidden: set[str], is_nearest: bool) -> None:
+    def _add(
+        self, carried: Carried, hidden: set[str], is_over_steps: bool, is_called_anew: bool
+    ) -> None:
         def seen(names: frozenset[str]) -> set[str]:
             return {name for name in names if name.partition(".")[0] not in hidden}
 
-        (self.by_steps if is_nearest else self.kept).update(seen(carried.by_steps))
+        (self.by_steps if is_over_steps else self.kept).update(seen(carried.by_steps))
         self.kept |= seen(carried.by_others)
         self.drawn |= seen(carried.drawn)
-        self.temporary |= seen(carried.temporary) - self.kept
+        (self.temporary if is_over_steps else self.anew).update(seen(carried.temporary) - self.kept)
+        self.anew |= seen(carried.anew) - self.kept
+        if is_over_steps and is_called_anew:
+            self.anew |= seen(carried.made) - self.kept
 
-    def look_at(self, name: str, value: Any) -> Seen | None:
-        """What a number, a text or an iterator is that is carried; None of anything else."""
+    def look_at(self, name: str, value: Any, seen: Seen | None) -> Seen | None:
+        """What a variable holds: a number, a text or an iterator that is carried, or `seen`."""
         path, of_model, _ = name.partition(" of the ")
-        if isinstance(value, dict | list):
-            path += "[]"
         object_of, _, last = path.rpartition(".")
-        is_kept = path in self.kept or ((object_of or of_model) and last in self.attributes)
-        if not is_kept and path not in self.by_steps:
+        of = "" if of_model else object_of
+        if {path, of} & self.temporary:
             return None
+        is_anew = bool({path, of} & self.anew)
+        paths = {path, f"{path}[]"} if isinstance(value, dict | list) else {path}
+        is_attribute = bool(object_of or of_model) and bool({last, f"{last}[]"} & self.attributes)
+        is_kept = bool(paths & self.kept) or is_attribute
+        if not is_kept and not paths & self.by_steps:
+            return replace(seen, is_plain=True, is_anew=True) if seen and is_anew else seen
+        is_anew |= not is_kept
         if path in self.drawn and isinstance(value, Iterator):
-            return next_draw(is_plain=not is_kept)
-        is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad
-        if is_one or isinstance(value, np.generic):
-            value = value.item()
-        numbers = [leaf for leaf in islice(leaves_of(value), MOST_LEAVES) if is_number(leaf)]
-        return Seen(repr(numbers), NUMBER, not is_kept) if numbers else None
+            return next_draw(is_anew)
+        return number_in(value, is_anew) or seen
+
+
+def number_in(value: Any, is_anew: bool) -> Seen | None:
+    """What a number, a text, or a dict or list of them, holds; None of anything else."""
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad
+    if is_one or isinstance(value, np.generic):
+        value = value.item()
+    leaves = islice(leaves_of(value, has_states=False), MOST_LEAVES)
+    numbers = [repr_of(leaf) for leaf in leaves if is_number(leaf)]
+    return Seen(repr(numbers), NUMBER, is_anew, is_anew) if numbers else None
+
+
+def repr_of(number: bool | int | float | complex | str) -> str:
+    """What differs if the number or text does, without a copy of a long text."""
+    if isinstance(number, str) and len(number) > LONG:
+        return f"{len(number)} {hash(number)}"
+    return repr(number)
 
 
 def is_number(value: Any) -> bool:
@@ -236,9 +269,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex | str)
 
 
-def next_draw(is_plain: bool) -> Seen:
+def next_draw(is_anew: bool) -> Seen:
     """What an iterator holds, which is taken to move between two looks."""
-    return Seen(str(next(DRAWS)), ITERATOR, is_plain)
+    return Seen(str(next(DRAWS)), ITERATOR, is_anew, is_anew)
 
 
 def _quoted(names: Sequence[str]) -> str:
@@ -284,16 +317,20 @@ def look_at(value: Any, held: set[int | None]) -> Seen | None:
     return Seen(text, kind, is_plain=not has_state)
 
 
-def leaves_of(value: Any, depth: int = DEPTH) -> Iterator[Any]:
-    """The tensors, numbers and others in a value, the first of each list or dict in it."""
+def leaves_of(value: Any, depth: int = DEPTH, has_states: bool = True) -> Iterator[Any]:
+    """The tensors, numbers and others in a value, the first of each list or dict in it.
+
+    has_states: ask for states too, which may communicate.
+    """
     if isinstance(value, nn.Module):
         yield from tensors_in(value)
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        yield from leaves_of(value.state_dict())
+        if has_states:
+            yield from leaves_of(value.state_dict())
     elif isinstance(value, dict | list | tuple | deque):  # no Mapping that reads a file
         parts = value.values() if isinstance(value, dict) else value
         for part in islice(parts, NUM_SEEN if depth else 0):
-            yield from leaves_of(part, depth - 1)
+            yield from leaves_of(part, depth - 1, has_states)
     else:
         yield value
 
