@@ -266,6 +266,9 @@ import torch
 
 class Meter:
     def __init__(self):
+        self.reset()
+
+    def reset(self):
         self.num = 0
 
     def add(self):
@@ -307,6 +310,84 @@ SCRIPTS = {
         "    for epoch in range(2):\n"
         "        train(run)\n",
         "meter.num",
+        "",
+    ),
+    "a meter that each epoch resets": (
+        "def main(run):\n"
+        "    meter = Meter()\n"
+        "    for epoch in range(2):\n"
+        "        meter.reset()\n"
+        "        for batch in run.steps():\n"
+        "            meter.add()\n"
+        "            SAVE\n",
+        "meter.num",
+        "",
+    ),
+    "an attribute that a method begins with": (
+        "class Trainer:\n"
+        "    def train(self, run):\n"
+        "        self.total = 0\n"
+        "        for batch in run.steps():\n"
+        "            self.add()\n"
+        "            SAVE\n"
+        "    def add(self):\n"
+        "        self.total += 1\n"
+        "def main(run):\n"
+        "    trainer = Trainer()\n"
+        "    for epoch in range(2):\n"
+        "        trainer.train(run)\n",
+        "self.total",
+        "",
+    ),
+    "a number that is put into run.state": (
+        "def main(run):\n"
+        "    run.state = {'tau': 1.0}\n"
+        "    tau = run.state['tau']\n"
+        "    for epoch in range(2):\n"
+        "        for batch in run.steps():\n"
+        "            tau *= 0.9\n"
+        "            run.state['tau'] = float(tau)\n"
+        "            SAVE\n",
+        "",
+        "",
+    ),
+    "an attribute that a method puts into run.state": (
+        "class Trainer:\n"
+        "    def __init__(self, run):\n"
+        "        self.run, self.tau = run, 1.0\n"
+        "    def step(self):\n"
+        "        self.tau *= 0.9\n"
+        "        self.run.state['tau'] = self.tau\n"
+        "def main(run):\n"
+        "    run.state = {}\n"
+        "    trainer = Trainer(run)\n"
+        "    for epoch in range(2):\n"
+        "        for batch in run.steps():\n"
+        "            trainer.step()\n"
+        "            SAVE\n",
+        "",
+        "",
+    ),
+    "a tensor that each epoch makes zero": (
+        "def main(run):\n"
+        "    total = torch.zeros(())\n"
+        "    for epoch in range(2):\n"
+        "        total.zero_()\n"
+        "        for batch in run.steps():\n"
+        "            total += 1\n"
+        "            SAVE\n",
+        "total",
+        "",
+    ),
+    "run.state by another name": (
+        "def main(run):\n"
+        "    run.state = {'n': 0}\n"
+        "    state = run.state\n"
+        "    for epoch in range(2):\n"
+        "        for batch in run.steps():\n"
+        "            state['n'] += 1\n"
+        "            SAVE\n",
+        "",
         "",
     ),
     "a meter of the run": (

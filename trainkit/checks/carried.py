@@ -13,7 +13,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 Loop = ast.For | ast.AsyncFor | ast.While
-MAKERS = ast.Call | ast.Dict | ast.List | ast.DictComp | ast.ListComp
+MAKERS = ast.Call | ast.Constant | ast.Dict | ast.List | ast.DictComp | ast.ListComp
+RESETS = {"reset", "clear", "zero_", "fill_"}
 CONSTANT = "repeat(", "itertools.repeat("
 CLOCKS = {"time", "perf_counter", "monotonic", "process_time", "perf_counter_ns", "now"}
 
@@ -26,8 +27,8 @@ class Carried:
         by_steps: what the innermost loop around the place carries.
         by_others: what the loops around that one carry.
         temporary: what the innermost loop sets and none of them carries.
-        anew: what only the loops around that one set, and none of them carries.
-        made: what the function makes outside of a loop, if a single loop is around the place.
+        anew: what only the loops around that one set, and none of them carries, or reset.
+        made: what the function makes or resets outside of a loop, if one loop is around the place.
         drawn: what is given to next() in one of them.
         zipped: what the innermost loop goes through beside the batches of run.steps, as written.
         num_loops: how many loops are around the place.
@@ -59,30 +60,66 @@ def _carried_at(code: CodeType, line: int) -> Carried:
     try:
         statements = _statements_of(code)
         loops = _loops_around(statements, line)
-        return _carried_in(loops, statements) if loops else NOTHING
+        if not loops:
+            return NOTHING
+        return _carried_in(loops, statements, saved=_names_in_state(code.co_filename))
     except RecursionError:  # a chain of hundreds of elif, or a sum of a thousand terms
         return NOTHING
 
 
-def _carried_in(loops: list[Loop], statements: Sequence[ast.stmt]) -> Carried:
+def _carried_in(
+    loops: list[Loop], statements: Sequence[ast.stmt], saved: frozenset[str]
+) -> Carried:
     flows = [_flow_of(loop) for loop in loops]
-    carried = [flow.carried() for flow in flows]
-    others = frozenset().union(*carried[:-1])
+    carried = [flow.carried() - saved for flow in flows]
+    others = frozenset[str]().union(*carried[:-1])
     stored = frozenset[str]().union(*(flow.stored for flow in flows))
     in_steps = frozenset(flows[-1].stored)
     drawn = frozenset(_names_drawn_in(loops[0])) - frozenset(_names_of_batches(loops[0]))
     others |= drawn - stored
     by_steps = (carried[-1] | drawn) - others
+    anew = (stored - in_steps - others - by_steps) | frozenset(
+        _names_reset_in([loops[0]], loops[-1])
+    )
+    made = [*_names_made_in(statements), *_names_reset_in(statements, loops[-1])]
     return Carried(
         by_steps,
         others,
         temporary=in_steps - others - by_steps,
-        anew=stored - in_steps - others - by_steps,
-        made=frozenset(_names_made_in(statements)) if len(loops) == 1 else frozenset(),
+        anew=anew,
+        made=frozenset(made) if len(loops) == 1 else frozenset(),
         drawn=drawn,
         zipped=_zipped_with(loops[-1]),
         num_loops=len(loops),
     )
+
+
+@lru_cache(maxsize=100)
+def _names_in_state(file: str) -> frozenset[str]:
+    """What a file puts into run.state, as written, and run.state by another name."""
+    names: set[str] = set()
+    tree = _parse(file)
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.Assign):
+            if _is_state(node.value):
+                names |= {f"{_dotted(target)}[]" for target in node.targets}
+            if any(isinstance(to, ast.Subscript) and _is_state(to.value) for to in node.targets):
+                names |= {_dotted(part) for part in ast.walk(node.value)}
+    return frozenset(names)
+
+
+def _is_state(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "state"
+
+
+def _names_reset_in(statements: Iterable[ast.stmt], inner: Loop) -> Iterator[str]:
+    """As `meter` in `meter.reset()`, outside of an inner loop."""
+    within = set(ast.walk(inner))
+    for node in (node for statement in statements for node in ast.walk(statement)):
+        if node in within or not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Attribute) and node.func.attr in RESETS:
+            yield _dotted(node.func.value)
 
 
 def _names_drawn_in(loop: Loop) -> Iterator[str]:
@@ -131,7 +168,8 @@ def kept_by_functions(file: str) -> tuple[frozenset[str], frozenset[str]]:
                 flow.run(function.body, set())
             except RecursionError:  # as above
                 continue
-            attributes |= {name.partition(".")[2] for name in flow.carried() if "." in name}
+            kept = flow.carried() - _names_in_state(file)
+            attributes |= {name.partition(".")[2] for name in kept if "." in name}
             names |= _names_shared_by(function) & flow.stored
     return frozenset(names), frozenset(attributes)
 

@@ -224,9 +224,9 @@ class LoopsOfScript:
         self.kept |= seen(carried.by_others)
         self.drawn |= seen(carried.drawn)
         (self.temporary if is_over_steps else self.anew).update(seen(carried.temporary) - self.kept)
-        self.anew |= seen(carried.anew) - self.kept
+        self.anew |= seen(carried.anew)
         if is_over_steps and is_called_anew:
-            self.anew |= seen(carried.made) - self.kept
+            self.anew |= seen(carried.made)
 
     def look_at(self, name: str, value: Any, seen: Seen | None) -> Seen | None:
         """What a variable holds: a number, a text or an iterator that is carried, or `seen`."""
