@@ -336,7 +336,7 @@ SCRIPTS = {
         "    trainer = Trainer()\n"
         "    for epoch in range(2):\n"
         "        trainer.train(run)\n",
-        "self.total",
+        "self.total trainer.total",
         "",
     ),
     "a number that is put into run.state": (

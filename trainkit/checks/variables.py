@@ -139,7 +139,8 @@ class Variables:
         held = self._held_memory()
         saved = {id(thing) for thing in self._saved_things()}
         loops = LoopsOfScript()
-        variables = variables_of_script(lambda value: id(value) in saved)
+        variables = [*variables_of_script(lambda value: id(value) in saved)]
+        loops.learn_other_names(variables)
         found: dict[str, Seen] = {}
         for name, value in (*variables, *self._attributes(loops)):
             try:
@@ -227,6 +228,15 @@ class LoopsOfScript:
         self.anew |= seen(carried.anew)
         if is_over_steps and is_called_anew:
             self.anew |= seen(carried.made)
+
+    def learn_other_names(self, variables: Sequence[tuple[str, Any]]) -> None:
+        """Of one object, as `self` in a method and `trainer` in what calls it."""
+        objects = dict(variables)
+        for path in [*self.anew]:
+            object_of, dot, last = path.partition(".")
+            if dot and object_of in objects:
+                value = objects[object_of]
+                self.anew |= {f"{name}.{last}" for name in objects if objects[name] is value}
 
     def look_at(self, name: str, value: Any, seen: Seen | None) -> Seen | None:
         """What a variable holds: a number, a text or an iterator that is carried, or `seen`."""
