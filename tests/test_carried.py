@@ -169,6 +169,13 @@ CASES = {
         "",
     ),
     "a long text": ("log = 'a' * 9999", "", "log = log + 'b'", "", "log"),
+    "a list that a comprehension makes of itself": (
+        "x = [torch.ones(3)]",
+        "",
+        "x = [x * 0.9 for x in x]",
+        "",
+        "x",
+    ),
     "a list of a comprehension": ("x = 0", "", "use([x for x in range(3)])\nx = batch", "", ""),
     "what only begins": ("first = None", "", "first = batch", "use(first)", ""),
     "a batch as large as one before": ("x = torch.ones(4)", "", "x = torch.rand(4)", "", ""),
@@ -387,6 +394,42 @@ SCRIPTS = {
         "        for batch in run.steps():\n"
         "            state['n'] += 1\n"
         "            SAVE\n",
+        "",
+        "",
+    ),
+    "a number that a function is given and returns": (
+        "def train(run, step):\n"
+        "    for batch in run.steps():\n"
+        "        step += 1\n"
+        "        SAVE\n"
+        "    return step\n"
+        "def main(run):\n"
+        "    step = 0\n"
+        "    for epoch in range(2):\n"
+        "        step = train(run, step)\n",
+        "step",
+        "step",
+    ),
+    "a rate that a function is given": (
+        "def train(run, rate):\n"
+        "    for batch in run.steps():\n"
+        "        SAVE\n"
+        "def main(run):\n"
+        "    rate = 1.0\n"
+        "    for epoch in range(2):\n"
+        "        train(run, rate)\n"
+        "        rate /= 2\n",
+        "rate",
+        "rate",
+    ),
+    "a sum of a function that trains an epoch": (
+        "def train(run):\n"
+        "    total = 0\n"
+        "    for batch in run.steps():\n"
+        "        total += 1\n"
+        "def main(run):\n"
+        "    for epoch in range(2):\n"
+        "        train(run)\n",
         "",
         "",
     ),

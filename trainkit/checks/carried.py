@@ -43,6 +43,9 @@ class Carried:
     zipped: tuple[str, ...] = ()
     num_loops: int = 0
 
+    def all_carried(self) -> frozenset[str]:
+        return self.by_steps | self.by_others
+
 
 NOTHING = Carried()
 
@@ -300,6 +303,7 @@ class Flow:
         elif isinstance(node, ast.Lambda):
             self._see_within([node.body], _arguments(node), done)
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            self.see(node.generators[0].iter, done)  # outside of the comprehension's own names
             own = {n.id for part in node.generators for n in _names_in(part.target)}
             self._see_within(ast.iter_child_nodes(node), own, done)
         else:

@@ -206,10 +206,14 @@ class LoopsOfScript:
         self.drawn = set[str]()
         self.zipped = around[0].zipped if around else ()
         hidden: set[str] = set()
+        given: set[str] = set()
         is_over_steps = True
         for number, (frame, carried) in enumerate(zip(frames, around, strict=True)):
             is_called_anew = any(outer.num_loops for outer in around[number + 1 :])
+            # What a loop carries and gives to a function is often an argument of the same name.
+            self.kept |= carried.all_carried() & given
             self._add(carried, hidden, is_over_steps, is_called_anew)
+            given = arguments_of(frame) | (given - {*frame.f_code.co_varnames})
             hidden |= {*frame.f_code.co_varnames, *frame.f_code.co_cellvars}
             # A generator hands the batches on to a loop of its caller.
             is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
@@ -255,6 +259,11 @@ class LoopsOfScript:
         if path in self.drawn and isinstance(value, Iterator):
             return next_draw(is_anew)
         return number_in(value, is_anew) or seen
+
+
+def arguments_of(frame: FrameType) -> set[str]:
+    code = frame.f_code
+    return {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
 
 
 def number_in(value: Any, is_anew: bool) -> Seen | None:
