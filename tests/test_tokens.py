@@ -187,18 +187,25 @@ def test_equal_blocks_are_compiled_once_however_many_there_are(tmp_path, run_mai
 
 
 def test_a_sample_of_many_lengths_waits_for_no_plans_of_cudnn(accelerator, tmp_path):
-    """Training, which has one length, keeps cuDNN."""
-    is_on, found = torch.backends.cuda.cudnn_sdp_enabled, []
+    """Training, which has one length, keeps cuDNN, and what is switched off stays so."""
+    kinds = ("cudnn", "flash", "mem_efficient")
+    found = []
+
+    def switches() -> list[bool]:
+        return [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in kinds]
 
     def forward(tokens):
-        found.append((tokens.shape[1], is_on()))
+        found.append((tokens.shape[1], *switches()))
         return F.one_hot(tokens, 256).float()
 
-    model, before = torch.nn.Identity(), is_on()
+    model = torch.nn.Identity()
     model.forward = forward
     parts = {"config": SimpleNamespace(run_dir=tmp_path), "progress": SimpleNamespace(step=7)}
     run = SimpleNamespace(models=[model], accelerator=accelerator, print=print, **parts)
-    gpt.write_sample(run)
-    assert len({length for length, _ in found}) == 125
-    assert not any(on for _, on in found)
-    assert before and is_on()
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        gpt.write_sample(run)
+        assert switches() == [True, False, True]
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    assert {*found} == {(length, False, False, True) for length in range(4, 129)}

@@ -151,6 +151,20 @@ def attend_without_cudnn() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+@contextlib.contextmanager
+def attending_without_cudnn() -> Iterator[None]:
+    """In the body attention leaves out cuDNN, for a model whose training has one length.
+
+    torch.nn.attention.sdpa_kernel would also allow the kernels that someone has switched off.
+    """
+    is_on = torch.backends.cuda.cudnn_sdp_enabled()
+    attend_without_cudnn()
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(is_on)
+
+
 def end_with_launcher() -> None:
     """Send this process SIGTERM when its launcher dies, so that the run saves and ends.
 
