@@ -13,6 +13,7 @@ The first that can see the fault is the right one: the second costs 5 s of CPU, 
 """
 
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -53,6 +54,15 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs what only
 posix_only = pytest.mark.skipif(
     os.name != "posix", reason="Windows has no signals, no bash, and lets not everybody make a link"
 )
+
+
+gc.disable()  # while the test files import: it would look again and again at what stays
+
+
+def pytest_collection_finish():
+    """Collect from here on, and never look at what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 NUM_TRAIN, NUM_TEST = 1009, 251  # primes: nothing divides them

@@ -170,6 +170,7 @@ def acknowledged(run_dir: Path) -> int:
 def _serve():
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    gc.disable()  # while this imports: it would look again and again at what stays
     # torch imports the first of these at the first optimizer and the first DDP, and others are
     # imported when they are needed: once here, not in each child, where it is half of a short run.
     modules = "torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint tqdm.auto"
@@ -191,6 +192,7 @@ def _serve():
     # Nor does a child clear away at its end what was made here, which takes as long as two saves.
     for finalizer in [*weakref.finalize._registry]:
         finalizer.atexit = False
+    gc.enable()
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         print(json.dumps(_start(json.loads(line))), file=replies, flush=True)
