@@ -134,6 +134,13 @@ def test_no_module_lets_accelerate_unwrap_a_model():
             assert node.attr != "unwrap_model", (path, node.lineno)
 
 
+def test_a_module_that_comes_later_is_imported_when_it_is_asked_for_more():
+    later = fixes.Later("wave", WAVE_FORMAT_PCM="given")
+    sys.modules.pop("wave", None)
+    assert later.WAVE_FORMAT_PCM == "given" and "wave" not in sys.modules
+    assert later.Wave_read.__module__ == "wave"
+
+
 STEPS = """
 import torch
 weight, calls = torch.linspace(0, 1, 50).requires_grad_(), []
@@ -156,6 +163,13 @@ with torch.device("meta"):
     assert TabM(2, [[0.0, 0.5, 1.0]]).signs.shape == (4, 4, 1, 3)
     assert Bag(9, 2).table.weight.shape == (9, 2)
 """
+PARALLEL = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+parallel(torch.ones(1, 2)).sum().backward()
+assert parallel.module.weight.grad.tolist() == [[1.0, 1.0]]
+"""
 
 
 def test_without_the_compiler_numbers_and_shapes_are_the_same_and_hooks_are_called():
@@ -166,6 +180,7 @@ def test_without_the_compiler_numbers_and_shapes_are_the_same_and_hooks_are_call
         "from trainkit.outside import fixes\nfixes.skip_the_compiler()"
         + STEPS
         + SHAPES
+        + PARALLEL
         + "import sys\nassert 'torch._dynamo' not in sys.modules, 'it was imported'\n"
         + f"assert weight.tolist() == {plain['weight'].tolist()} and len(calls) == 9"
     )
