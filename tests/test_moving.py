@@ -720,6 +720,25 @@ def test_what_is_first_there_in_a_later_epoch_is_no_state(accelerator):
     assert watched.notes() == []
 
 
+class Endless:
+    """As a mock, its state is another with a state."""
+
+    asked = 0
+
+    def state_dict(self):
+        Endless.asked += 1
+        return Endless()
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_state_of_states_is_asked_once(accelerator):
+    thing = Endless()
+    Variables(accelerator, []).start()
+    assert Endless.asked == 1 and thing
+
+
 def test_a_tensor_of_a_layer_that_is_no_buffer_is_named(accelerator):
     model = accelerator.prepare(nn.Sequential(nn.Linear(2, 3)))
     model[0].centre, model[0].last = torch.zeros(2), None

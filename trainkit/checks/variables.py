@@ -339,13 +339,13 @@ def look_at(value: Any, held: set[int | None]) -> Seen | None:
 def leaves_of(value: Any, depth: int = DEPTH, has_states: bool = True) -> Iterator[Any]:
     """The tensors, numbers and others in a value, the first of each list or dict in it.
 
-    has_states: ask for states too, which may communicate.
+    has_states: ask for states too, which may communicate; in a state there are no others.
     """
     if isinstance(value, nn.Module):
         yield from tensors_in(value)
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         if has_states:
-            yield from leaves_of(value.state_dict())
+            yield from leaves_of(value.state_dict(), has_states=False)
     elif isinstance(value, dict | list | tuple | deque):  # no Mapping that reads a file
         parts = value.values() if isinstance(value, dict) else value
         for part in islice(parts, NUM_SEEN if depth else 0):
