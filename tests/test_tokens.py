@@ -202,6 +202,7 @@ def test_a_sample_of_many_lengths_waits_for_no_plans_of_cudnn(accelerator, tmp_p
     model.forward = forward
     parts = {"config": SimpleNamespace(run_dir=tmp_path), "progress": SimpleNamespace(step=7)}
     run = SimpleNamespace(models=[model], accelerator=accelerator, print=print, **parts)
+    torch.backends.cuda.enable_cudnn_sdp(True)  # other tests may have switched it off
     torch.backends.cuda.enable_flash_sdp(False)
     try:
         gpt.write_sample(run)

@@ -187,6 +187,7 @@ def _names_shared_by(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[st
     }
 
 
+@lru_cache(maxsize=1)
 def _parse(file: str) -> ast.Module | None:
     """The file as it was when it was first asked for; in a notebook, the cell."""
     try:
