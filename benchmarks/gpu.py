@@ -416,8 +416,6 @@ def beside_trl(
 
     for _ in range(min(size.rounds, 2)):  # loading and saving take longer than the steps
         with (
-            # No mocks: a global variable of the script that has any attribute is looked through
-            # by the checks of a run, for half a minute.
             mock.patch.object(tuning.conversations, "answer", lambda *_: ""),
             mock.patch.object(preference, "answer", lambda *_: ""),
             mock.patch.object(pretrained, "write_pretrained"),

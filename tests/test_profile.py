@@ -188,6 +188,12 @@ def test_the_time_of_a_device_counts_overlapping_kernels_once():
     assert profile.busy_microseconds(events) == 22
 
 
+def test_graphs_of_kernels_are_launches_of_a_card_too():
+    counts = {"cudaLaunchKernel": 5, "cudaGraphLaunch": 2, "aten::add": 9, "cuLaunchKernelEx": 1}
+    rows = [SimpleNamespace(key=key, count=count) for key, count in counts.items()]
+    assert profile.num_launched(rows) == 8
+
+
 def test_a_launch_is_an_operation_that_does_more_than_describe_memory():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         numbers = torch.ones(4, 6)  # empty, and fill_

@@ -342,7 +342,7 @@ def skip_the_compiler() -> None:
     """Let optimizers and DistributedDataParallel work without importing torch's compiler.
 
     A start takes 1.1 s of CPU less (3.8 to 2.6 s, median of 5 pairs of `train_mnist.py
-    --stop-after-steps 1`), and one of two processes another 3.7 (18.8 to 15.1 s, 5 pairs with
+    --stop-after-steps 1`), and a start of two processes another 3.7 s (18.8 to 15.1 s, 5 pairs with
     2cpu.yaml). torch imports the compiler to exempt some methods from compilation, in each step to
     break a graph that is being compiled, and to ask how it would divide a DistributedDataParallel.
     Accelerate compiles only the model, so this puts the plain methods in place from the start.
@@ -358,8 +358,9 @@ def skip_the_compiler() -> None:
     for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW has Adam's step
         if not hasattr(kind.step, "hooked"):  # the first optimizer of a kind wraps step for hooks
             kind.step = _without_graph_breaks(inspect.unwrap(kind.step))
-    forward = inspect.unwrap(nn.parallel.DistributedDataParallel._inside_ddp_forward)
-    forward.__dynamo_disable = forward
+    if hasattr(nn.parallel.DistributedDataParallel, "_inside_ddp_forward"):
+        forward = inspect.unwrap(nn.parallel.DistributedDataParallel._inside_ddp_forward)
+        forward.__dynamo_disable = forward
     torch._dynamo = Later("torch._dynamo", utils=Later("torch._dynamo.utils", **ANSWERS))
 
 
@@ -397,9 +398,9 @@ def look_only_at_what_is_imported() -> None:
     """Let accelerator.prepare ask for DTensors and sets of `datasets` without importing them.
 
     It imports torch.distributed.tensor, and with it sympy, to see whether a weight is a DTensor: a
-    start on one GPU takes 2 s less without. Where several processes train it imports `datasets`, to
-    see whether a set is its IterableDataset: 0.4 s of CPU in each. As long as nothing else has
-    imported them, none can be.
+    whole run on one GPU took 13.2 s with that, 9.5 and 8.8 s without (H100). Where several
+    processes train it imports `datasets`, to see whether a set is its IterableDataset: 0.4 s of CPU
+    in each. As long as nothing else has imported them, none can be.
     """
     _look_if_imported(accelerate.accelerator, "model_has_dtensor", "torch.distributed.tensor")
     _look_if_imported(accelerate.data_loader, "is_datasets_available", "datasets")

@@ -181,11 +181,10 @@ class Profile:
         num = self.num_profiled
         step = 1000 * self.seconds / self.num_timed
         parts = self._parts_of(step, profiler, on_card)
-        launches = num_launches(profiler.events()) / num
         if on_card:
-            averages = profiler.key_averages()
-            launched = [e.count for e in averages if any(name in e.key for name in LAUNCHES)]
-            launches = sum(launched) / num
+            launches = num_launched(profiler.key_averages()) / num
+        else:
+            launches = num_launches(profiler.events()) / num
         shares = {name: value / step for name, value in parts.items()}
         # autograd calls the operations of the backward pass in a thread of its own on a card.
         together = (
@@ -297,6 +296,11 @@ def busy_microseconds(events: Iterable[Any]) -> float:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return busy
+
+
+def num_launched(averages: Iterable[Any]) -> int:
+    """How many kernels, and graphs of kernels, were launched on a card."""
+    return sum(row.count for row in averages if any(name in row.key for name in LAUNCHES))
 
 
 def num_launches(events: Iterable[Any]) -> int:
