@@ -6,6 +6,7 @@ from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
+from conftest import ROOT
 
 from trainkit.checks.variables import Variables
 
@@ -542,6 +543,22 @@ def test_a_script_that_has_changed_since_it_began_is_not_judged(tmp_path, accele
         )
         == []
     )
+
+
+def test_a_run_knows_where_an_epoch_is_over(tmp_path, fork_main):
+    """A sum of an epoch is lost by a save in its middle, and not by that at its end."""
+    script = (ROOT / "train_regression.py").read_text()
+    edits = {
+        "        for _ in run.epochs():\n": "            total = 0\n",
+        "                run.add(loss=losses)\n": "                total += 1\n",
+    }
+    for line, more in edits.items():
+        assert script.count(line) == 1
+        script = script.replace(line, line + more)
+    for save_every, num_notes in (("", 0), ("--save-every 3", 1)):
+        flags = f"--num-samples 128 --epochs 2 --no-pictures {save_every}"
+        printed = fork_main(script, flags, f"--run-dir {tmp_path}/run{num_notes}").finished()
+        assert printed.count("note: the loop has changed `total`, which") == num_notes
 
 
 COOLING = """
