@@ -34,13 +34,13 @@ from tyro.conf import Positional
 
 from trainkit.config.command_line import flag, parse
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.files import records
-from trainkit.files.standard_json import from_exact_json
 from trainkit.launch.streams import LOST
-from trainkit.outside.fixes import name_without_compiler
-from trainkit.outside.names import plain_name
 from trainkit.pictures.files import standardise
 from trainkit.reading.paths import refuse_pipe
+from trainkit.repairs.fixes import name_without_compiler
+from trainkit.repairs.names import plain_name
+from trainkit.store import records
+from trainkit.store.jsons import from_exact_json
 from trainkit.text import printable
 from trainkit.tools.calibration import calibrate
 from trainkit.tools.photos import learn_framing, read_photo

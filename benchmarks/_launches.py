@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainkit.report.profile import VIEWS
+from trainkit.run.profile import VIEWS
 
 WATCHED = 4  # the first steps, which check more and draw no numbers ahead
 

@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from examples.windows import Windows, standard_library
+from trainkit.checkpoints import sharded as shards
 from trainkit.config import Count, TrainingConfig, parse
 from trainkit.language.pretrained import write_pretrained
-from trainkit.outside.names import mesh_groups
-from trainkit.sharding import shards
+from trainkit.repairs.names import mesh_groups
 
 LENGTH = 64  # tokens of a sample
 

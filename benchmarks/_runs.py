@@ -21,7 +21,7 @@ import psutil
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from trainkit.files.records import read_rows
+from trainkit.store.records import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 MNIST = ROOT / "train_mnist.py"

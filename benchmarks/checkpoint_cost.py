@@ -28,15 +28,15 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from benchmarks._runs import ROOT, Parser, in_turn, spread, table
+from trainkit.checkpoints import sharded as shards
 from trainkit.checkpoints.contents import Contents
+from trainkit.checkpoints.frozen import Frozen
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
-from trainkit.files.log import JsonlTracker
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Progress
-from trainkit.outside.names import prepared_models
-from trainkit.sharding import shards
-from trainkit.sharding.frozen import Frozen
+from trainkit.repairs.names import prepared_models
+from trainkit.store.log import JsonlTracker
 
 SHARDED = ["-m", "accelerate.commands.launch", "--config_file"]
 SHARDED += [str(ROOT / "accelerate_configs" / "2cpu_fsdp.yaml")]

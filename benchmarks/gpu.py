@@ -67,7 +67,7 @@ from examples import gpt, pictures, preference
 from trainkit.config import parse
 from trainkit.language import pretrained
 from trainkit.pictures import backbones, photos
-from trainkit.report.profile import Profile, peak_memory
+from trainkit.run.profile import Profile, peak_memory
 
 HEAD = "row | ours | bare or peer | ours / theirs | asked | more"
 WARM_UP = 3  # optimizer steps

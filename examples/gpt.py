@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from examples.windows import Batch, Windows, read_tokens, standard_library
+from trainkit.checkpoints import sharded as shards
 from trainkit.config import Count, Fraction, MayChange, ReadOnlyIf, Schedule, TrainingConfig, parse
-from trainkit.sharding import shards
 
 CONTEXT = 128
 PAIR = re.compile(rb'(def [^\n]+:\n +""")([^\n]+\n)')  # a prompt, and its answer

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import torch
 
 from trainkit.errors import LoneFailure, UsageError
-from trainkit.files.atomic import write_durably
 from trainkit.reading.splits import (
     EVALUATED,
     describe_given,
@@ -20,6 +19,7 @@ from trainkit.reading.splits import (
     read_split_columns,
 )
 from trainkit.rows.parquet import ParquetRows, shown
+from trainkit.store.atomic import write_durably
 from trainkit.text import count, shorten
 
 

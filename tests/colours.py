@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-from trainkit.files import records
-from trainkit.files.weights import write_tensors
 from trainkit.pictures.files import read_photo_pixels
+from trainkit.store import records
+from trainkit.store.weights import write_tensors
 
 CLASSES = ["blue", "green", "red"]
 ABOUT = {"script": "colours", "input": "photo", "model": "mean", "classes": CLASSES, "size": 64}

@@ -215,7 +215,7 @@ def rows(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 def saved(run_dir: Path, name: str = "model") -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a file of a run folder, and what is saved about them."""
-    from trainkit.files.records import load_predictions
+    from trainkit.store.records import load_predictions
 
     return load_predictions(run_dir / f"{name}.safetensors")
 

@@ -145,7 +145,7 @@ def _digest(value: Any) -> Any:
 
 def incomplete(run_dir: Path) -> list[str]:
     """Checkpoints that have their final name and are not whole."""
-    from trainkit.files.manifest import verify
+    from trainkit.store.manifest import verify
 
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     return [f"{path.name}: {problem}" for path in folders if (problem := verify(path))]
@@ -371,11 +371,11 @@ def _install(script: Any, fault: dict[str, Any], rank: int):
     import accelerate.utils.other
     import torch
 
-    from trainkit.checkpoints.durable import Commits
+    from trainkit.checkpoints import sharded as shards
+    from trainkit.checkpoints.commit import Commits
     from trainkit.checkpoints.save import Checkpoints
     from trainkit.launch.signals import Signals
     from trainkit.numbers.position import Progress
-    from trainkit.sharding import shards
 
     saves, events, armed, in_save, saved = 0, 0, False, False, 0
 

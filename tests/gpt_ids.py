@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import default_collate
 
 from examples import gpt
-from trainkit.files import stores
 from trainkit.rows import parquet as rows
+from trainkit.store import places as stores
 
 stores.WAITS, rows.HF_HOME = (0, 0, 0.1), os.environ["HF_HOME"]
 main, compute_losses = gpt.main, gpt.compute_losses

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from trainkit.config import TrainingConfig, parse
-from trainkit.loop.run import Run
 from trainkit.numbers.loaders import make_loaders
 from trainkit.numbers.optim import make_optimizer, make_scheduler
+from trainkit.run.run import Run
 
 NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import train_regression
-from trainkit.sharding import shards
+from trainkit.checkpoints import sharded as shards
 
 
 class Made(nn.Module):

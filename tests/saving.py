@@ -9,14 +9,14 @@ from accelerate import Accelerator
 from conftest import contents, forget_accelerator, refused
 
 from trainkit.checkpoints.contents import Contents
+from trainkit.checkpoints.frozen import Frozen
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
-from trainkit.files.log import JsonlTracker
-from trainkit.files.manifest import list_files, write_manifest
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Progress
-from trainkit.outside.names import prepared_models
-from trainkit.sharding.frozen import Frozen
+from trainkit.repairs.names import prepared_models
+from trainkit.store.log import JsonlTracker
+from trainkit.store.manifest import list_files, write_manifest
 
 
 class Run:

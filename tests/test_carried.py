@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 
-from trainkit.checks.variables import Variables
+from trainkit.run.variables import Variables
 
 # One loop over epochs and one over steps, as in every script. `watched.notes()` is a checkpoint.
 LOOP = """

@@ -20,23 +20,23 @@ import torch
 from conftest import linux_only, posix_only, refused
 from saving import Run, reforge, step, write_hostile
 
+from trainkit.checkpoints import sharded as shards
+from trainkit.checkpoints.commit import Commits
 from trainkit.checkpoints.contents import Contents
-from trainkit.checkpoints.durable import Commits
+from trainkit.checkpoints.frozen import Frozen
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.files import records, weights
-from trainkit.files.atomic import write_json
-from trainkit.files.log import JsonlTracker
-from trainkit.files.manifest import verify
-from trainkit.files.records import read_rows
-from trainkit.files.standard_json import to_json
 from trainkit.launch import run_folder
-from trainkit.loop.ema import EMA
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Progress
-from trainkit.sharding import shards
-from trainkit.sharding.frozen import Frozen
+from trainkit.run.ema import EMA
+from trainkit.store import records, weights
+from trainkit.store.atomic import write_json
+from trainkit.store.jsons import to_json
+from trainkit.store.log import JsonlTracker
+from trainkit.store.manifest import verify
+from trainkit.store.records import read_rows
 
 
 @pytest.fixture
@@ -345,7 +345,7 @@ def test_auto_goes_on_where_a_resume_by_path_was_killed(saved, monkeypatch, numb
         renamed.append(paths)
         rename(*paths)
 
-    monkeypatch.setattr("trainkit.files.atomic.os.rename", die)
+    monkeypatch.setattr("trainkit.store.atomic.os.rename", die)
     with pytest.raises(KeyboardInterrupt):
         Run(saved).checkpoints.resume(str(step(saved, 1)))
     monkeypatch.undo()

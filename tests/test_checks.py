@@ -11,14 +11,14 @@ from loops import Numbers, changed
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainkit.checks.buffers import Buffers
-from trainkit.checks.data import check_indexable
-from trainkit.checks.losses import Losses, Share, first_numbers, single_value, uses
-from trainkit.checks.outer import check_outer
-from trainkit.checks.prepared import check_batch_norm
 from trainkit.errors import UsageError, advise, explain
 from trainkit.launch.alike import check_same
 from trainkit.numbers.loaders import EpochBatches, InMemory
+from trainkit.run.buffers import Buffers
+from trainkit.run.data import check_indexable
+from trainkit.run.losses import Losses, Share, first_numbers, single_value, uses
+from trainkit.run.outer import check_outer
+from trainkit.run.prepared import check_batch_norm
 
 NUM = 16
 
@@ -192,7 +192,7 @@ def test_losses_of_several_processes_are_compared(monkeypatch):
     two = SimpleNamespace(num_processes=2, scaler=None)
     losses = Losses(two, [], 1, said.append)
     monkeypatch.setattr(
-        "trainkit.checks.losses.gather_object",
+        "trainkit.run.losses.gather_object",
         lambda own: [*own, Share([1.0], [0.5], [3e-5], [float("nan")])],
     )
     for penalty in (0.5, 0.4):
@@ -268,9 +268,7 @@ def test_a_buffer_that_differs_between_processes_is_named(monkeypatch, theirs, n
     layer, said = nn.Module(), []
     layer.register_buffer("load", torch.ones(()))
     two = SimpleNamespace(num_processes=2, is_fsdp2=False)
-    monkeypatch.setattr(
-        "trainkit.checks.buffers.gather_object", lambda own: [*own, {"load": theirs}]
-    )
+    monkeypatch.setattr("trainkit.run.buffers.gather_object", lambda own: [*own, {"load": theirs}])
     buffers = Buffers(two, [layer], 1, said.append)
     buffers.start_micro_batch()
     buffers.finish_micro_batch()
@@ -395,7 +393,7 @@ def test_an_evaluation_set_that_is_trained_on_is_named(tmp_path, capfd, held, st
 
 
 def test_equal_rows_in_the_nature_of_the_data_are_not_named_nor_those_of_other_tensors():
-    from trainkit.checks.shared_rows import shared_rows, texts_in_memory
+    from trainkit.run.shared_rows import shared_rows, texts_in_memory
 
     def said(train: InMemory, evaluated: InMemory) -> dict[str, str]:
         texts = texts_in_memory(train, 1024), texts_in_memory(evaluated, 256)

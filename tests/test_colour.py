@@ -36,14 +36,14 @@ from torch.utils.data import default_collate
 from examples import pictures
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.files.records import PREDICTIONS
-from trainkit.files.weights import write_tensors
 from trainkit.numbers.rng import keyed_uniform
 from trainkit.pictures import backbones, decoding, files, photos, splits
 from trainkit.pictures.files import read_photo_pixels
 from trainkit.pictures.grey import are_photos
 from trainkit.reading.kept import compute_once
 from trainkit.reading.recall import describe_recall
+from trainkit.store.records import PREDICTIONS
+from trainkit.store.weights import write_tensors
 
 with contextlib.suppress(ImportError):  # on Windows
     import resource

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import refused, rows
 
-from trainkit.files import records
-from trainkit.files.weights import write_tensors
+from trainkit.store import records
+from trainkit.store.weights import write_tensors
 from trainkit.tools import compare, plots
 
 

@@ -8,7 +8,7 @@ from accelerate.utils import TorchDynamoPlugin
 from conftest import linux_only
 
 import train_mnist
-from trainkit.loop.compiling import Compiling
+from trainkit.run.compiling import Compiling
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ import train_mnist
 import train_regression
 from trainkit.config import UNSET, TrainingConfig, parse
 from trainkit.config.command_line import find_urls
-from trainkit.files import stores
 from trainkit.numbers.position import Progress
-from trainkit.report.results import update_best
+from trainkit.run.results import update_best
+from trainkit.store import places as stores
 from trainkit.tables.sets import comma_separated
 
 # What is typed, and a part of the sentence that answers it.

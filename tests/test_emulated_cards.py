@@ -187,7 +187,7 @@ from accelerate import Accelerator
 from conftest import forget_accelerator
 from emulate import ledger
 from trainkit.numbers.position import Length, Progress
-from trainkit.loop.step import Step
+from trainkit.run.step import Step
 shared = dict(batch_size=5, accumulate=1, seed=0, drop_last=False, epochs=1)
 config = SimpleNamespace(clip_norm=float("inf"), stop_after_steps=None, log_every=1, **shared)
 wait, barrier = (lambda: print("behind")), (lambda: print("here"))
@@ -224,10 +224,10 @@ from types import SimpleNamespace
 import torch
 from accelerate import Accelerator
 from emulate import ledger
-from trainkit.files.log import JsonlTracker
+from trainkit.store.log import JsonlTracker
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.position import Progress
-from trainkit.report.reporter import Reporter
+from trainkit.run.reporter import Reporter
 accelerator = Accelerator()
 accelerator.log = lambda values, step: print("row", step, values["train_loss"], values["norm"])
 reporter = Reporter(accelerator, SimpleNamespace(keep_best=None), None)

@@ -38,9 +38,9 @@ from tuned import (
 )
 
 from examples import finetune
+from trainkit.checkpoints.sharded import hash_frozen
 from trainkit.config import parse
 from trainkit.language import conversations, formats, pretrained
-from trainkit.sharding.shards import hash_frozen
 from trainkit.texts.encoders import make_encoder
 from trainkit.tools import ask
 

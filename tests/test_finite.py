@@ -9,8 +9,8 @@ import pytest
 import torch
 from faults import incomplete, newest
 
-from trainkit.checks.finite import MAX_SKIPPED, FiniteGuard
 from trainkit.errors import RunFailure
+from trainkit.run.finite import MAX_SKIPPED, FiniteGuard
 
 
 def test_weights_that_differ_between_processes_reach_no_checkpoint(accelerator, monkeypatch):

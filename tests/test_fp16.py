@@ -13,8 +13,8 @@ from faults import digests
 from loops import Still, changed
 from loss_scale import SCALE, accelerator_in_fp16, scaled_float32
 
-import trainkit.loop.session
-from trainkit.loop.step import Step
+import trainkit.run.session
+from trainkit.run.step import Step
 
 LAST = 6
 
@@ -39,7 +39,7 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
         return made
 
     monkeypatch.setattr(Step, "finish", finished)
-    monkeypatch.setattr(trainkit.loop.session, "Accelerator", accelerator_in_fp16)
+    monkeypatch.setattr(trainkit.run.session, "Accelerator", accelerator_in_fp16)
     flags = f"--dataset {tiny_mnist} --model lenet --batch-size 8 --log-every 1 --save-every 2 "
     flags += f"--stop-after-steps {LAST} --keep 9 --run-dir {run_dir}"
     run_main("train_mnist", flags)
@@ -64,7 +64,7 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
 
 
 def test_a_loop_without_zero_grad_is_told_so_under_a_loss_scale_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.run.session, "Accelerator", scaled_float32)
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) was not called since"):
         changed((r"optimizer.zero_grad\(\)", "pass"))("--run-dir", tmp_path)
 
@@ -100,7 +100,7 @@ def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
     """Every batch is the same, so that it does not matter which ones are skipped."""
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
     plain = train_two(tmp_path / "run", order)
-    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.run.session, "Accelerator", scaled_float32)
     scaled = train_two(tmp_path / "run", order, overflows=(1, 6, 7, 14))
     assert len(scaled) == len(plain) - 4 > 30
     assert scaled == pytest.approx(plain[:-4], abs=1e-5)
@@ -108,7 +108,7 @@ def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
 
 def test_a_schedule_may_go_on_while_another_optimizer_overflows(tmp_path, monkeypatch):
     """As that of one network of a GAN: it was stepped once in each step, also in those skipped."""
-    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.run.session, "Accelerator", scaled_float32)
     overflowing = r"\g<0>\n\1if next(numbers) <= 2:\n\1    two.weight.grad.fill_(torch.inf)"
     edits = [
         (r"body\(run, next\(numbers\)\)", "pass"),
@@ -122,7 +122,7 @@ def test_what_is_changed_in_a_step_that_is_skipped_after_a_save_is_not_refused(
     tmp_path, monkeypatch
 ):
     """The step is done again with the next batch, so a resume lacks nothing."""
-    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.run.session, "Accelerator", scaled_float32)
     count_batches = 'number = next(numbers); run.state["seen"] = run.state.get("seen", 0) + 1'
     edits = [
         (r"body\(run, next\(numbers\)\)", count_batches),

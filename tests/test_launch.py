@@ -277,7 +277,7 @@ def test_a_lock_that_cannot_be_written_is_named_with_the_remedy(tmp_path, monkey
 @pytest.fixture
 def in_no_session(monkeypatch):
     """Let the launcher replace nothing of Accelerate in the process of these tests."""
-    monkeypatch.setattr("trainkit.outside.fixes.launch_in_own_session", lambda: None)
+    monkeypatch.setattr("trainkit.repairs.fixes.launch_in_own_session", lambda: None)
 
 
 @pytest.mark.usefixtures("in_no_session")

@@ -22,12 +22,11 @@ from saving import Run, step
 from sharded import KINDS, env
 from tuned import FLAGS, LORA, MODULES, make_flags
 
-from trainkit.checkpoints import resume
+from trainkit.checkpoints import mirror, resume
 from trainkit.config import TrainingConfig
 from trainkit.errors import LoneFailure, RunFailure
-from trainkit.files import stores
-from trainkit.mirror import mirror
 from trainkit.numbers.position import Progress
+from trainkit.store import places as stores
 
 URL = "faulty://store/run"
 

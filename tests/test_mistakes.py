@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainkit.errors import UsageError
-from trainkit.loop.run import Run
 from trainkit.numbers.loaders import InMemory, make_loaders
 from trainkit.numbers.optim import make_optimizer, make_scheduler
+from trainkit.run.run import Run
 
 Batch = dict[str, torch.Tensor]
 

@@ -20,17 +20,17 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from trainkit.checkpoints import sharded as shards
+from trainkit.checkpoints.changes import Marks
 from trainkit.checkpoints.contents import Contents
+from trainkit.checkpoints.frozen import Frozen
 from trainkit.checkpoints.registered import pack_state, unpack_state
-from trainkit.checks.changes import Marks
-from trainkit.checks.data import WatchedSets
-from trainkit.checks.variables import Variables
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
 from trainkit.numbers.loaders import InMemory, batches_of, make_loaders
-from trainkit.outside.fixes import end_workers
-from trainkit.sharding import shards
-from trainkit.sharding.frozen import Frozen
+from trainkit.repairs.fixes import end_workers
+from trainkit.run.data import WatchedSets
+from trainkit.run.variables import Variables
 
 
 class WithTeacher(nn.Module):

@@ -85,8 +85,8 @@ import time
 
 import train_regression
 from accelerate import Accelerator
-from trainkit.checkpoints import durable
-from trainkit.loop.run import Run
+from trainkit.checkpoints import commit as durable
+from trainkit.run.run import Run
 
 
 def slow(call, seconds=3):

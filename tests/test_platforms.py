@@ -27,7 +27,7 @@ def ended(main, flags):
 if __name__ == "__main__":  # what follows is not imported in the loader workers
     import conftest, predict, train_mnist
     from trainkit.checkpoints.save import Checkpoints
-    from trainkit.files.atomic import sync
+    from trainkit.store.atomic import sync
 
     multiprocessing.set_start_method("spawn")  # loader workers
     sync(Path("."))  # opens no folder, and does not mind

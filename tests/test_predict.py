@@ -11,7 +11,7 @@ from conftest import posix_only, refused, saved
 from PIL import Image, ImageOps
 
 import predict
-from trainkit.files.weights import write_tensors
+from trainkit.store.weights import write_tensors
 
 
 def test_a_digit_is_read_in_either_polarity_and_from_a_corner_of_a_page(

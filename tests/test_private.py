@@ -16,13 +16,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import is_lomo_available
 from conftest import ROOT
 
-from trainkit.outside import fixes
+from trainkit.repairs import fixes
 
 
 def nodes() -> Iterator[tuple[Path, ast.AST]]:
-    """All of the kit and the scripts but trainkit/outside."""
+    """All of the kit and the scripts but trainkit/repairs."""
     for folder in ("trainkit", "trainkit/*", "examples", "."):
-        for path in {*ROOT.glob(f"{folder}/*.py")} - {*(ROOT / "trainkit/outside").glob("*.py")}:
+        for path in {*ROOT.glob(f"{folder}/*.py")} - {*(ROOT / "trainkit/repairs").glob("*.py")}:
             yield from ((path, node) for node in ast.walk(ast.parse(path.read_text())))
 
 
@@ -128,7 +128,7 @@ def test_prepare_imports_nothing_to_see_whether_it_is_there(module, look, packag
 
 
 def test_no_module_lets_accelerate_unwrap_a_model():
-    """It would import torch's compiler: as_it_was(model) of trainkit/outside/names.py does not."""
+    """It would import torch's compiler: as_it_was(model) of trainkit/repairs/names.py does not."""
     for path, node in nodes():
         if isinstance(node, ast.Attribute):
             assert node.attr != "unwrap_model", (path, node.lineno)
@@ -177,7 +177,7 @@ def test_without_the_compiler_numbers_and_shapes_are_the_same_and_hooks_are_call
     exec(STEPS, plain)
     assert "torch._dynamo" in sys.modules  # this process is as torch made it
     code = (
-        "from trainkit.outside import fixes\nfixes.skip_the_compiler()"
+        "from trainkit.repairs import fixes\nfixes.skip_the_compiler()"
         + STEPS
         + SHAPES
         + PARALLEL

@@ -11,8 +11,8 @@ from conftest import ROOT
 from loops import changed
 from loss_scale import scaled_float32
 
-import trainkit.loop.session
-from trainkit.report import profile
+import trainkit.run.session
+from trainkit.run import profile
 
 SMALL = ["--num-samples", 250, "--epochs", 4, "--batch-size", 10, "--no-pictures"]
 
@@ -97,7 +97,7 @@ def test_a_profile_of_steps_that_fp16_skipped_says_so(accelerator, tmp_path):
 
 def test_a_step_that_fp16_skips_is_no_part_of_another(tmp_path, monkeypatch, capfd):
     """Of eleven steps three warm up, one is timed, and the fifth is profiled."""
-    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.run.session, "Accelerator", scaled_float32)
     launches = []
     for skipped, said in (
         ((), "profile      of 1 step; "),

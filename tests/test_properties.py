@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 from trainkit.config import TrainingConfig
-from trainkit.files.manifest import make_durable, verify, write_manifest
 from trainkit.numbers.loaders import EpochBatches
 from trainkit.numbers.mixing import key
 from trainkit.numbers.optim import make_scheduler
 from trainkit.rng import keyed_uniform
+from trainkit.store.manifest import make_durable, verify, write_manifest
 
 # The same examples in every run, so that a change that has nothing to do with them cannot fail.
 FIXED = settings(

@@ -16,14 +16,14 @@ from made_tables import add_noise
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from trainkit.checkpoints.content import hash_fixed, held_in_memory, sample_parts, text_of
 from trainkit.checkpoints.fingerprint import compare_sources
-from trainkit.checks.content import hash_fixed, held_in_memory, sample_parts, text_of
-from trainkit.checks.data import check_data, random_collation, random_parts
 from trainkit.config import TrainingConfig
 from trainkit.launch.alike import hash_sources
 from trainkit.numbers import ahead, rng
 from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
 from trainkit.rng import keyed_normal, keyed_uniform
+from trainkit.run.data import check_data, random_collation, random_parts
 
 
 def test_two_uses_with_another_seed_epoch_num_or_stream_share_no_numbers():

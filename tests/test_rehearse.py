@@ -12,7 +12,7 @@ from conftest import ROOT, refused
 from torch import nn
 
 from trainkit.errors import ADVICE
-from trainkit.outside.names import hooked
+from trainkit.repairs.names import hooked
 from trainkit.tools import rehearse
 
 slow = pytest.mark.slow

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from conftest import linux_only
 
 from trainkit.numbers.position import Progress
-from trainkit.report.reporter import Reporter
-from trainkit.report.tables import MetricsTable, fit, show_best
+from trainkit.run.reporter import Reporter
+from trainkit.run.tables import MetricsTable, fit, show_best
 
 LEFT = re.compile(r"epoch (\d)/3 +(\d+) %\|.*\| (\S+) left")
 

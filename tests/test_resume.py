@@ -14,7 +14,7 @@ from plain import quick
 from saving import reforge
 
 from trainkit.checkpoints.fingerprint import compare_sources, read_same_run
-from trainkit.files.manifest import FORMAT
+from trainkit.store.manifest import FORMAT
 
 LAST = 10  # steps of a run of the `arguments` fixture, five per epoch
 SCRIPTS = ("train_mnist", "train_regression")

@@ -10,19 +10,15 @@ from conftest import ROOT
 
 # A module may import those of its own row and of the rows above it. A folder stands for its files.
 LAYERS = [
-    "text hashes outside",
+    "text hashes repairs",
     "errors",
     "config",
-    "files",
+    "store",
     "launch",
     "numbers",
     "rng",
-    "checks",
-    "sharding",
-    "mirror",
     "checkpoints",
-    "report",
-    "loop",
+    "run",
     "reading",
     "pictures tables texts language rows",
     "tools",

@@ -24,10 +24,10 @@ from torch.utils.data import default_collate
 
 from benchmarks.rows import serve
 from trainkit.errors import LoneFailure, UsageError
-from trainkit.files import stores
-from trainkit.files.stores import find_secret, open_store, shown
 from trainkit.rows import parquet as rows
 from trainkit.rows.parquet import ParquetRows
+from trainkit.store import places as stores
+from trainkit.store.places import find_secret, open_store, shown
 
 SIZES = (500, 500, 137)  # rows of the files, in row groups of 50
 NUM = sum(SIZES)

@@ -27,14 +27,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import train_regression
-from trainkit.files.weights import read_weights
 from trainkit.launch.together import agree
-from trainkit.loop.run import Run
 from trainkit.numbers.loaders import InMemory
 from trainkit.numbers.means import RunningMeans, sum_and_count, sum_of
-from trainkit.outside.fixes import name_without_compiler
-from trainkit.outside.names import named_weights
+from trainkit.repairs.fixes import name_without_compiler
+from trainkit.repairs.names import named_weights
 from trainkit.rng import Dropout
+from trainkit.run.run import Run
+from trainkit.store.weights import read_weights
 
 
 # 6: one batch before the end of an epoch, where none is read ahead.
@@ -285,7 +285,7 @@ def test_a_long_epoch_says_where_it_is_and_a_picture_that_cannot_be_drawn_is_a_s
         raise ModuleNotFoundError("No module named 'matplotlib'")
 
     monkeypatch.setattr("trainkit.tools.curves.draw_curves", fail)
-    monkeypatch.setattr("trainkit.report.reporter.QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("trainkit.run.reporter.QUIET_SECONDS", -1.0)
     train("--run-dir", tmp_path, "--pictures")
     said = capfd.readouterr().out  # which is no terminal
     assert "epoch 1: 16 of 43 samples, train_loss " in said

@@ -18,14 +18,14 @@ from saving import write_hostile
 
 import predict
 import train_mnist
-from trainkit.files import atomic as files
-from trainkit.files import records
-from trainkit.files.manifest import FORMAT, verify
-from trainkit.files.weights import read_weights, write_tensors
 from trainkit.hashes import digest_file
 from trainkit.launch import startup
 from trainkit.pictures import grey as pictures
 from trainkit.reading import frames
+from trainkit.store import atomic as files
+from trainkit.store import records
+from trainkit.store.manifest import FORMAT, verify
+from trainkit.store.weights import read_weights, write_tensors
 from trainkit.tools import photos, plots
 
 PRECIOUS = "what nobody may touch"

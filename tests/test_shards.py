@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save, save_file
 from saving import reforge
 from sharded import KINDS, env, train
 
-from trainkit.files.weights import write_tensors
-from trainkit.sharding import shards
+from trainkit.checkpoints import sharded as shards
+from trainkit.store.weights import write_tensors
 
 CLOSE = 1e-6  # between losses of float32 runs that add up in different orders
 FLAGS = "--num-samples 375 --model mlp --hidden 128,128 --batch-size 60 --epochs 2 --log-every 1 "

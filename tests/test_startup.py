@@ -15,7 +15,7 @@ from conftest import ROOT, linux_only, posix_only, refused
 from loops import train
 
 from trainkit.launch import cores, environment
-from trainkit.loop import session as world
+from trainkit.run import session as world
 
 
 def test_freed_memory_is_kept(in_fresh_process):

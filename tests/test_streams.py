@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, linux_only, posix_only
 
-from trainkit.files.records import read_rows
+from trainkit.store.records import read_rows
 
 # It prints in each of the ways in which libraries print, and says in a file how that went.
 PRINTING = """

@@ -19,7 +19,7 @@ from loss_scale import scaled_float32
 from plain import logged_losses, plain_losses, quick
 from torch.utils.data import default_collate
 
-import trainkit.loop.session
+import trainkit.run.session
 from examples import gpt, two_towers
 from trainkit.config import parse
 from trainkit.numbers.loaders import EpochBatches, make_loaders
@@ -104,7 +104,7 @@ def test_a_mean_with_a_mask_goes_through_a_loss_scale_and_skips_what_overflows(
 
     monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
     expected = run("unscaled")
-    monkeypatch.setattr(trainkit.loop.session, "Accelerator", scaled_float32)
+    monkeypatch.setattr(trainkit.run.session, "Accelerator", scaled_float32)
     found = run("scaled", 0, 2, 3)
     assert min(found[:2]) > 100  # what is logged after a skipped step has its loss, too
     assert found[2:] == pytest.approx(expected[2:-3], abs=2e-6)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import refused, rows
 
-from trainkit.loop.run import Run
+from trainkit.run.run import Run
 
 FLAGS = "--model lenet --batch-size 48 --epochs 2 --log-every 2 --save-every 5 --tracker"
 Points = dict[str, list[tuple[int, float]]]  # curves: name to (step, value)

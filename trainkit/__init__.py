@@ -14,12 +14,12 @@ from trainkit.launch.streams import keep_standard_files
 
 # The module of each name. Imported late, because predict.py does not train or need the loop.
 NAMES = {
-    "Run": "loop.run",
+    "Run": "run.run",
     "EXIT_TARGET_MISSED": "errors",
     "UsageError": "errors",
     "InMemory": "numbers.loaders",
     "make_loaders": "numbers.loaders",
-    "compiled_with_model": "loop.compiling",
+    "compiled_with_model": "run.compiling",
     "Dropout": "rng",
     "keyed_normal": "rng",
     "keyed_uniform": "rng",

@@ -9,14 +9,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from trainkit.checkpoints.changes import Marks
+from trainkit.checkpoints.content import hash_fixed
+from trainkit.checkpoints.frozen import Frozen
 from trainkit.checkpoints.registered import Registered, names_of_float_buffers
-from trainkit.checks.changes import Marks
-from trainkit.checks.content import hash_fixed
+from trainkit.checkpoints.sharded import Tensors
 from trainkit.errors import RunFailure
-from trainkit.files.weights import numbered
-from trainkit.outside.names import prepared_optimizers, prepared_schedulers
-from trainkit.sharding.frozen import Frozen
-from trainkit.sharding.shards import Tensors
+from trainkit.repairs.names import prepared_optimizers, prepared_schedulers
+from trainkit.store.weights import numbered
 from trainkit.text import shorten
 
 

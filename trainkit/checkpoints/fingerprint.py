@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from trainkit.checks.content import hash_fixed, text_of
-from trainkit.checks.facts import Facts
+from trainkit.checkpoints import sharded as shards
+from trainkit.checkpoints.content import hash_fixed, text_of
+from trainkit.checkpoints.facts import Facts
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.files.manifest import FORMAT, name_revision
-from trainkit.files.standard_json import from_exact_json, to_json
 from trainkit.hashes import digest
 from trainkit.launch import alike
 from trainkit.launch.environment import num_copies
@@ -24,8 +23,9 @@ from trainkit.numbers.loaders import batches_of
 from trainkit.numbers.mixing import NUM_HELD
 from trainkit.numbers.optim import num_parameters
 from trainkit.numbers.position import Progress
-from trainkit.outside.names import prepared_loaders
-from trainkit.sharding import shards
+from trainkit.repairs.names import prepared_loaders
+from trainkit.store.jsons import from_exact_json, to_json
+from trainkit.store.manifest import FORMAT, name_revision
 from trainkit.text import shorten
 
 # A flag, or an entry of the metadata (JSON), that an older version did not have, changes nothing.

@@ -13,11 +13,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainkit.checks.changes import Marks
-from trainkit.checks.content import text_of
+from trainkit.checkpoints.changes import Marks
+from trainkit.checkpoints.content import text_of
 from trainkit.errors import UsageError
 from trainkit.hashes import digest
-from trainkit.outside.fixes import take_registered
+from trainkit.repairs.fixes import take_registered
 
 Tensors = dict[str, torch.Tensor]
 

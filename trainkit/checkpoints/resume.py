@@ -8,13 +8,13 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from trainkit.checkpoints.mirror import Mirror, open_mirror, whole_checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.files.atomic import remove_tree, rename_free, sync
-from trainkit.files.manifest import not_listed, step_name, steps_in, verify
-from trainkit.files.weights import check_weights_file
 from trainkit.launch.together import failing_together, on_main
-from trainkit.mirror.mirror import Mirror, open_mirror, whole_checkpoints
+from trainkit.store.atomic import remove_tree, rename_free, sync
+from trainkit.store.manifest import not_listed, step_name, steps_in, verify
+from trainkit.store.weights import check_weights_file
 from trainkit.text import shorten
 
 

@@ -40,34 +40,34 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.serialization import config as serialization
 
+from trainkit.checkpoints import sharded as shards
+from trainkit.checkpoints.commit import Commits
 from trainkit.checkpoints.contents import Contents
-from trainkit.checkpoints.durable import Commits
 from trainkit.checkpoints.fingerprint import (
     compare_sources,
     compare_worlds,
     read_same_run,
     world_facts,
 )
+from trainkit.checkpoints.mirror import Mirror, open_mirror
 from trainkit.checkpoints.resume import abandon_later, choose
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
-from trainkit.files.atomic import sync
-from trainkit.files.log import JsonlTracker
-from trainkit.files.manifest import FORMAT, step_name
-from trainkit.files.standard_json import to_json
-from trainkit.files.weights import read_weights
 from trainkit.hashes import digest_file
 from trainkit.launch.alike import hash_sources
 from trainkit.launch.patience import wait_for_all
 from trainkit.launch.together import failing_together, on_main
-from trainkit.mirror.mirror import Mirror, open_mirror
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.optim import keep_when_loading
 from trainkit.numbers.position import Progress
 from trainkit.numbers.rng import seed_host
-from trainkit.outside.fixes import count_micro_batches_anew, without_loss_scale
-from trainkit.outside.names import prepared_optimizers
-from trainkit.sharding import shards
+from trainkit.repairs.fixes import count_micro_batches_anew, without_loss_scale
+from trainkit.repairs.names import prepared_optimizers
+from trainkit.store.atomic import sync
+from trainkit.store.jsons import to_json
+from trainkit.store.log import JsonlTracker
+from trainkit.store.manifest import FORMAT, step_name
+from trainkit.store.weights import read_weights
 from trainkit.text import check_json, shorten
 
 NUM_WATCHED = 3  # saves: every loop has then shown what it does after one

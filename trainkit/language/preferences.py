@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainkit.checks.content import text_of
+from trainkit.checkpoints.content import text_of
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest
 from trainkit.language.conversations import Notes, check_left, find_limit, hold_out_tenth

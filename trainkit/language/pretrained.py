@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from trainkit.config import Count, MayChange, ReadOnlyIf, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.files.records import read_run_json
 from trainkit.launch.startup import attend_without_cudnn, keep_memory
 from trainkit.reading.pretrained_models import check_embedding
+from trainkit.store.records import read_run_json
 
 if TYPE_CHECKING:  # predict.py uses this room without the loop
-    from trainkit.loop.run import Run
+    from trainkit.run.run import Run
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # by the YAML's mixed_precision
 

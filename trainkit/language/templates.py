@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.files.records import read_run_json
 from trainkit.language.formats import EMPTY, Conversation, Turn, with_system
+from trainkit.store.records import read_run_json
 from trainkit.text import first_sentence
 
 WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Factory's and Axolotl's

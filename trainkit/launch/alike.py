@@ -21,10 +21,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from trainkit.config import TrainingConfig
 from trainkit.config.command_line import flag
 from trainkit.errors import UsageError
-from trainkit.files.stores import shown
 from trainkit.hashes import digest, digest_file
 from trainkit.launch.patience import wait_for_all
 from trainkit.launch.together import failing_together, raise_together
+from trainkit.store.places import shown
 
 SHOWN_SECONDS = 5.0  # a network file system may show a new file a little later
 

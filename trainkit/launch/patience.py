@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.errors import LostProcess
-from trainkit.outside.names import frame_of_main_thread, store_of_processes
+from trainkit.repairs.names import frame_of_main_thread, store_of_processes
 
 BEAT_SECONDS = 1.0
 SAY_SECONDS = (10.0, 60.0, 300.0, 1800.0)  # after these a line says what the first step waits for

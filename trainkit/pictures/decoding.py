@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from tqdm import tqdm
 
 from trainkit.errors import as_usage_error, first_sentence
-from trainkit.files.atomic import replacing
 from trainkit.hashes import digest
 from trainkit.launch.signals import outlive_signals
 from trainkit.pictures.files import is_deep, measure_greys
 from trainkit.reading.kept import no_bar
 from trainkit.reading.paths import find_spelt
+from trainkit.store.atomic import replacing
 
 NUM_BLOCKS, LARGEST = 100, 64  # of pictures, which a worker decodes at a time
 PART = 32  # blocks in a file of their own, until all are decoded

@@ -9,7 +9,7 @@ import torch
 from trainkit.text import first_sentence
 
 if TYPE_CHECKING:  # predict.py uses this room without the loop
-    from trainkit.loop.run import Run
+    from trainkit.run.run import Run
 
 NUM_DRAWN = 16  # pictures of each side
 

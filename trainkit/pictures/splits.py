@@ -24,7 +24,6 @@ import torch
 from datasets.data_files import DataFilesList
 
 from trainkit.errors import UsageError, is_main_rank
-from trainkit.outside.names import fingerprint_of
 from trainkit.pictures import files, folders
 from trainkit.pictures.decoding import Decoded, Read, decode_once, merge_greys
 from trainkit.reading.paths import read_here_or_from_hub
@@ -38,6 +37,7 @@ from trainkit.reading.splits import (
     read_split_columns,
     split_rows,
 )
+from trainkit.repairs.names import fingerprint_of
 from trainkit.text import count, nfc, shorten
 
 LABELS = re.compile("u?int|bool|(large_)?string")  # the types of columns of labels

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from trainkit.errors import is_main_rank
-from trainkit.files.atomic import replacing
+from trainkit.store.atomic import replacing
 
 NUM_ROUND = 8  # batches that a process computes before it meets the others, within --timeout
 

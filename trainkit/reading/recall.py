@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainkit.files.records import PREDICTIONS, load_predictions
+from trainkit.store.records import PREDICTIONS, load_predictions
 from trainkit.text import shorten
 
 NUM_WORST = 5  # classes that are named

@@ -30,12 +30,12 @@ from huggingface_hub.constants import HF_HOME
 from torch.utils.data import Dataset, default_collate
 
 from trainkit.errors import LoneFailure, UsageError
-from trainkit.files.stores import Missing, find_secret, open_store, shown, trying
 from trainkit.numbers.loaders import Order
 from trainkit.numbers.mixing import key, mix, permute, scramble
-from trainkit.outside.names import tree_map_only
 from trainkit.reading.paths import refuse_pipe, select_read
 from trainkit.reading.splits import find_splits
+from trainkit.repairs.names import tree_map_only
+from trainkit.store.places import Missing, find_secret, open_store, shown, trying
 from trainkit.text import shorten
 
 SPARED = 10  # seconds that a row group stays in the cache: another process may be about to map it

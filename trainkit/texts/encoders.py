@@ -21,7 +21,7 @@ from trainkit.reading.pretrained_models import check_embedding, without_dropout
 from trainkit.reading.recall import describe_recall
 
 if TYPE_CHECKING:  # predict.py uses this room without the loop
-    from trainkit.loop.run import Run
+    from trainkit.run.run import Run
 
 MAX_TOKENS = 128
 # Names of code and of other files, and what the model does not depend on.

@@ -20,10 +20,10 @@ from tyro.conf import Positional
 from trainkit.config import Count, parse
 from trainkit.config.flags import find_broken_rules
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.files.records import read_run_json
 from trainkit.language.conversations import answer
 from trainkit.language.templates import Chat
 from trainkit.launch import startup
+from trainkit.store.records import read_run_json
 from trainkit.text import printable
 
 

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from trainkit.config.directions import metric_and_direction
-from trainkit.files.records import (
+from trainkit.run.tables import by_interest
+from trainkit.store.records import (
     PREDICTIONS,
     last_evaluation,
     load_predictions,
     read_run_json,
     read_seconds,
 )
-from trainkit.report.tables import by_interest
 
 # Settings that are not part of the experiment.
 NEVER_SHOWN = (

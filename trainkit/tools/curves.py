@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainkit.config.directions import metric_and_direction
-from trainkit.files.log import is_evaluation
-from trainkit.files.records import read_rows, read_run_json
+from trainkit.store.log import is_evaluation
+from trainkit.store.records import read_rows, read_run_json
 from trainkit.tools.lettering import as_written
 
 LABELS = {"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}

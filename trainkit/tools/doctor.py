@@ -27,16 +27,16 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 
+from trainkit.checkpoints import sharded as shards
 from trainkit.config import Positive, Rule
 from trainkit.config.command_line import parse
 from trainkit.config.flags import find_broken_rules
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.launch import alike, environment, together
 from trainkit.launch.together import failing_together
-from trainkit.loop.session import end_training
-from trainkit.outside.names import mesh_groups
-from trainkit.report.plan import describe_world
-from trainkit.sharding import shards
+from trainkit.repairs.names import mesh_groups
+from trainkit.run.plan import describe_world
+from trainkit.run.session import end_training
 from trainkit.text import first_sentence
 
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from trainkit.errors import RunFailure, UsageError, as_usage_error
-from trainkit.files.atomic import write_json
-from trainkit.files.records import last_evaluation, read_run_json
-from trainkit.files.standard_json import to_json
 from trainkit.reading import pieces
+from trainkit.store.atomic import write_json
+from trainkit.store.jsons import to_json
+from trainkit.store.records import last_evaluation, read_run_json
 from trainkit.tools import plots
 
 TOLERANCE = 1e-5  # between PyTorch and onnxruntime, relative to the largest output

@@ -20,8 +20,8 @@ from tyro.conf import Positional
 
 from trainkit.config.command_line import parse
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.files.records import PREDICTIONS, load_predictions
 from trainkit.launch import startup
+from trainkit.store.records import PREDICTIONS, load_predictions
 from trainkit.text import count, first_sentence
 from trainkit.tools import curves
 from trainkit.tools.curves import COLOURS, legend_above, new_figure

@@ -11,8 +11,8 @@ import pandas as pd
 import torch
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.files.atomic import write_durably
 from trainkit.reading import frames
+from trainkit.store.atomic import write_durably
 from trainkit.tables.columns import Column, ask_words, empty_cells, encode, parse_cells
 from trainkit.tables.marks import has_decimal_comma
 from trainkit.text import count, shorten, write_number

@@ -21,7 +21,7 @@ from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchTrainer
 
 from trainkit.config.slips import read_as
-from trainkit.files.records import follow
+from trainkit.store.records import follow
 
 folder = Path.cwd()
 parser = argparse.ArgumentParser()

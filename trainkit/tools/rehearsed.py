@@ -34,10 +34,10 @@ from torch import nn
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.hashes import digest
 from trainkit.launch import startup
-from trainkit.loop.step import Step
 from trainkit.numbers.loaders import EpochBatches
 from trainkit.numbers.position import Length
-from trainkit.outside.names import BatchNorm, hooked
+from trainkit.repairs.names import BatchNorm, hooked
+from trainkit.run.step import Step
 
 STEPS_IN_EPOCH = 4  # more are cut out of the middle of an epoch, so that its last batch stays
 NUM_STEPS = 20

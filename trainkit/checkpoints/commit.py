@@ -1,0 +1,142 @@
+"""In a thread, sync a checkpoint to the disk and give it its name, while the training continues.
+
+The names of checkpoints are only given by the main process, and nothing here communicates but by
+files, because a collective in a thread would mix with those of the training. Each process syncs and
+hashes its own files and leaves their hashes beside them, in part-00001.json. The main process waits
+for these parts, writes MANIFEST.json and renames the folder.
+"""
+
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from trainkit.checkpoints.mirror import Mirror
+from trainkit.errors import RunFailure
+from trainkit.launch.together import failing_together, wait_together
+from trainkit.store.atomic import remove_tree, sync
+from trainkit.store.jsons import to_exact_json
+from trainkit.store.log import JsonlTracker
+from trainkit.store.manifest import (
+    make_durable,
+    read_part,
+    step_name,
+    steps_in,
+    write_manifest,
+    write_part,
+)
+from trainkit.text import first_sentence
+
+# How long the main process waits, after an error, for the parts of others, which may be dead.
+LAST_SECONDS = 10.0
+
+
+class Commits:
+    """The thread of this process that makes its checkpoints durable, one at a time."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        tracker: JsonlTracker,
+        keep: int,
+        mirror: Mirror | None = None,
+    ):
+        self.accelerator = accelerator
+        self.tracker = tracker
+        self.keep = keep
+        self.mirror = mirror  # a mirror on the main process alone
+        self.what = ""
+        self.thread = ThreadPoolExecutor(1, "checkpoint")  # the interpreter joins it at its end
+        self.jobs: list[Future] = []
+        self.leaving = threading.Event()
+
+    def start(
+        self, folder: Path, final: Path, trainer: dict[str, Any], what: str, started_at: float
+    ) -> None:
+        """Make `folder` durable in the thread, rename it to `final`, remove older checkpoints.
+
+        Every process must call this, when all have written their files.
+
+        Args:
+            trainer: the content of trainer.json.
+            what: begins the message if this fails.
+            started_at: when the save began, on the clock time.monotonic().
+        """
+        self.what = what
+        rank = self.accelerator.process_index
+        text = to_exact_json(trainer, indent=2) + "\n"  # now: the training changes its values
+        best = step_name(trainer["progress"]["best_step"])
+        blocked = since(started_at)
+
+        def finish_own_files() -> dict[str, Any]:
+            if rank == 0:
+                (folder / "trainer.json").write_text(text)
+                self.tracker.sync()
+            files = make_durable(folder, rank)
+            if rank != 0:
+                write_part(folder, rank, files)
+            return files
+
+        def commit() -> None:
+            files = finishing.result()
+            for other in range(1, self.accelerator.num_processes):
+                files |= read_part(folder, other, self.leaving)
+            write_manifest(folder, files)
+            os.rename(folder, final)
+            sync(final.parent)
+            if self.mirror:
+                self.mirror.copy(final, best)
+            for old in steps_in(final.parent)[: -self.keep]:
+                if old.name != best and not (self.mirror and self.mirror.is_copying(old.name)):
+                    remove_tree(old)
+            seconds = {"blocked_seconds": blocked, "save_seconds": since(started_at)}
+            self.tracker.log_timing({"saved": final.name, **seconds})
+
+        finishing = self.thread.submit(finish_own_files)
+        self.jobs = [finishing, self.thread.submit(commit if rank == 0 else finishing.result)]
+
+    def failed(self) -> bool:
+        """Has this process found that the newest checkpoint cannot be made durable?"""
+        return any(job.done() and job.exception() is not None for job in self.jobs)
+
+    def wait(self) -> None:
+        """Wait until the newest checkpoint is durable.
+
+        Every process must call this. Raises RunFailure on all of them if any has failed.
+        """
+        jobs = self.jobs
+        self.jobs = []
+        try:
+            for job in jobs:
+                # A slow disk is no lost process. The second job of the main process waits for what
+                # the first of each has written, so one that failed is told before.
+                wait_together(self.accelerator, [job])
+                with failing_together(self.accelerator, self.what, RunFailure):
+                    job.result()
+        except RunFailure:
+            self.leaving.set()
+            raise
+
+    def close(self) -> None:
+        """Wait for this process and, for a short time, for the others, some of which may be dead.
+
+        This does not communicate: it is for the end of a run after an error. It prints a line if
+        the newest checkpoint could not be made durable.
+        """
+        wait(self.jobs[:1])
+        if wait(self.jobs, LAST_SECONDS).not_done or self.failed():
+            self.leaving.set()
+        if self.mirror:
+            self.mirror.close()
+        self.thread.shutdown()
+        for problem in filter(None, [job.exception() for job in self.jobs][-1:]):
+            print(f"{self.what}: {first_sentence(problem)}", flush=True)
+
+
+def since(started_at: float) -> float:
+    """Seconds since a reading of time.monotonic()."""
+    return round(time.monotonic() - started_at, 6)

@@ -1,0 +1,533 @@
+"""Shard a model, that is, spread its weights over the processes (FSDP2), and save and load it.
+
+Accelerate shards the model, but accelerator.save_state is not used for its checkpoints: it lets
+torch.distributed.checkpoint write .metadata, which is unpickled without weights_only, so a forged
+file could execute code. Here each process writes its rows to shard-00000.safetensors,
+shard-00001.safetensors, ..., with the header of torch's HuggingFaceStorageWriter, and its
+HuggingFaceStorageReader reads them. torch's writer would block the training three times as long.
+What is not a tensor (learning rates, schedules) is in trainer.json. With fsdp_state_dict_type:
+FULL_STATE_DICT there is one such file, with all rows.
+
+A sharded run and one that is not sharded can each continue from either kind of checkpoint. Frozen
+parameters (requires_grad=False) are not in checkpoints; a resume compares their fingerprint.
+"""
+
+import json
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import nullcontext
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from accelerate import Accelerator, init_empty_weights
+from accelerate.utils import FullyShardedDataParallelPlugin, broadcast, broadcast_object_list
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from trainkit.checkpoints.content import hash_tensor
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.launch.alike import check_same
+from trainkit.launch.environment import num_copies, shards_wanted
+from trainkit.launch.together import deadline, failing_together
+from trainkit.numbers.optim import weights_of
+from trainkit.numbers.rng import Dropout
+from trainkit.repairs.fixes import (
+    compute_in,
+    copy_shards,
+    prepare_untrained,
+    reader_of,
+    recompute_layers,
+    shard_models,
+    wrap_backward,
+    wrap_prepare,
+)
+from trainkit.repairs.names import (
+    is_trained,
+    named_weights,
+    plain_name,
+    tree_leaves,
+    tree_map_only,
+)
+from trainkit.store.manifest import is_listed
+from trainkit.store.weights import file_parts, numbered, separate
+
+Tensors = dict[str, torch.Tensor]
+Parts = dict[str, Any]  # of a checkpoint, by file name: see trainkit/checkpoints/contents.py
+
+# By model the hashes of its frozen weights, from before it was sharded: see hash_frozen.
+HASHED = WeakKeyDictionary[nn.Module, dict[str, str]]()
+
+
+def shard(accelerator: Accelerator) -> None:
+    """Make accelerator.prepare(...) shard the model, if the launch asks for it. Call this first."""
+    if not shards_wanted():
+        return
+    plugin = FullyShardedDataParallelPlugin()
+    silent = (
+        plugin.fsdp_version != 2
+        or plugin.ignored_modules
+        or hasattr(plugin.cpu_offload, "pin_memory")
+    )
+    if silent or accelerator.num_processes == 1 or accelerator.mixed_precision == "fp16":
+        raise UsageError(
+            "sharded weights need fsdp_version: 2, several processes, mixed_precision bf16 or no, "
+            "and neither fsdp_ignored_modules, whose gradients would not be reduced, nor "
+            "fsdp_offload_params: see accelerate_configs/2cpu_fsdp.yaml"
+        )
+
+    def prepare_sharded(prepare: Callable[..., Any], *objects: Any) -> Any:
+        models = owners(objects)
+        prepared = dict[int, Any]()
+        for number in sorted(set(models)):  # Accelerate shards one model in a call
+            numbers = [n for n, of in enumerate(models) if of == number]
+            weights: list[tuple[torch.optim.Optimizer, int, list]] = []
+            for item in (objects[n] for n in numbers):
+                if isinstance(item, nn.Module) and not is_sharded(item):
+                    get_ready(accelerator, item)
+                elif isinstance(item, torch.optim.Optimizer):
+                    weights += ((item, n, [*g["params"]]) for n, g in enumerate(item.param_groups))
+            with as_usage_error("the model cannot be sharded"):
+                for n in numbers:
+                    if isinstance(objects[n], nn.Module) and not is_trained(objects[n]):
+                        prepared[n] = prepare_untrained(accelerator, objects[n])
+                numbers = [n for n in numbers if n not in prepared]
+                made = prepare(*(objects[n] for n in numbers)) if numbers else []
+            for optimizer, n, params in weights:
+                # Accelerate mixes up weights whose part on this process is empty.
+                if any(hasattr(param, "full_tensor") for param in params):
+                    optimizer.param_groups[n]["params"] = params
+            prepared |= zip(numbers, made if len(numbers) != 1 else [made], strict=True)
+        result = tuple(prepared[n] for n in range(len(objects)))
+        return result if len(objects) > 1 else result[0]
+
+    _use(accelerator, plugin)
+    wrap_prepare(accelerator, prepare_sharded)
+    wrap_backward(accelerator, _backward)
+
+
+def _backward(backward: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Raise UsageError for a second backward pass through weights that the first has given back."""
+    try:
+        backward(*args, **options)
+    except RuntimeError as error:
+        if "out of bounds for storage of size 0" not in str(error):
+            raise
+        raise UsageError(
+            "a gradient of a gradient, as of a gradient penalty, goes through sharded weights "
+            "twice, and they are given back after the first time: call "
+            "model.set_reshard_after_backward(False) on what accelerator.prepare(...) returned"
+        ) from error
+
+
+def _use(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Let Accelerate shard models by this plugin, in as many copies as the launch asks for."""
+    plugin.activation_checkpointing = False  # get_ready does it
+    bf16 = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
+    shard_models(accelerator, plugin, bf16)
+    if (copies := num_copies(accelerator.num_processes)) > 1:
+        others = f"the others of {copies} copies of the model, to make the groups of its mesh,"
+        with deadline(accelerator.init_handler.timeout, others):
+            copy_shards(accelerator, copies)
+
+
+def make(accelerator: Accelerator, build: Callable[[], nn.Module]) -> nn.Module:
+    """Return build(). If the run is sharded, each process only keeps its rows of the weights.
+
+    The first process builds the whole model on the CPU and sends it to the others, which build it
+    with weights that have no values (on the meta device), so the numbers are those of a run that is
+    not sharded. Every process must call this. Raises UsageError if build() fails, for example
+    because it reads weights; then call it without this function, on every process.
+    """
+    if not accelerator.is_fsdp2:
+        return build()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    main = accelerator.is_main_process
+    device = accelerator.device.type
+    what = "shards.make(...) cannot build this model, of which only the first process has weights"
+    with failing_together(accelerator, what), nullcontext() if main else init_empty_weights():
+        model = build()
+    (names,) = broadcast_object_list([_names_of_weights(model)])
+    if not main:
+        _take_memory(model, names)
+    for value in _values_beside_weights(model):
+        value.copy_(broadcast(value.to(device)))
+    torch.set_rng_state(broadcast(torch.get_rng_state().to(device)).cpu())  # build() drew numbers
+    get_ready(accelerator, model, is_whole=False)
+    whole = model.state_dict() if main else {}
+    with as_usage_error("the model cannot be sharded"):
+        fsdp2_prepare_model(accelerator, model)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
+    return model
+
+
+def _names_of_weights(model: nn.Module) -> dict[str, str]:
+    """For each name of a weight the first name of the same weight, which may be tied."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(weight), name) for name, weight in named}
+
+
+def _take_memory(model: nn.Module, names: dict[str, str]) -> None:
+    """Give each weight memory, of which Linux takes none before it is written, and tie weights.
+
+    init_empty_weights() unties them.
+    """
+    for name, first in names.items():
+        weight = model.get_parameter(first)
+        if first == name:
+            values = torch.empty_like(weight, device="cpu")
+            weight = nn.Parameter(values, requires_grad=weight.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(attribute, weight)
+
+
+def _values_beside_weights(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers of a model, and the tensors that its modules hold as plain attributes."""
+    for module in model.modules():
+        for value in tree_leaves(vars(module)):
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                yield value.detach()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Is this a model from make()?"""
+    return any(hasattr(weight, "full_tensor") for weight in model.parameters())
+
+
+def get_ready(accelerator: Accelerator, model: nn.Module, is_whole: bool = True) -> None:
+    """Do what must be done to a model before Accelerate shards it: see shard.
+
+    is_whole: every process has the values of the model, not only the first one. Raises UsageError
+    if frozen ones differ.
+    """
+    model.register_forward_hook(_share_buffers)
+    for weight in model.parameters():
+        weight.data = weight.data.contiguous()  # FSDP2 does not support channels_last
+    plugin = accelerator.state.fsdp_plugin
+    if is_whole and not plugin.cpu_ram_efficient_loading:
+        # Each process keeps some rows: if weights differed, the model would be a mixture.
+        HASHED[model] = hash_frozen(model)
+        check_same(accelerator, HASHED[model])
+        for value in state_of(model).values():  # as DDP does
+            value.copy_(broadcast(value.to(accelerator.device.type)))
+    if FullyShardedDataParallelPlugin().activation_checkpointing:
+        if any(isinstance(layer, Dropout) for layer in model.modules()):
+            raise UsageError(
+                "fsdp_activation_checkpointing: true computes layers twice, and "
+                "trainkit.rng.Dropout draws once for each batch: use nn.Dropout in this model"
+            )
+        if recompute_layers(plugin, model) == 0:
+            raise UsageError(
+                "fsdp_activation_checkpointing: true finds no layer to compute twice: let "
+                "fsdp_auto_wrap_policy name the classes of the layers (docs/sharding.md)"
+            )
+    # Otherwise each layer would compute everything in bf16.
+    if accelerator.mixed_precision == "bf16":
+        compute_in(torch.bfloat16, accelerator.device.type, model)
+
+
+def owners(objects: Sequence[Any]) -> list[int]:
+    """For each object the number of the model that it belongs to; the last for data loaders.
+
+    Raises UsageError if optimizers or schedules are not in the order of their models: their files
+    in a checkpoint would have other numbers than without sharding.
+    """
+    numbers = []
+    models = [item for item in objects if isinstance(item, nn.Module)]
+    of = {id(weight): n for n, model in enumerate(models) for weight in model.parameters()}
+    for item in objects:
+        groups = getattr(getattr(item, "optimizer", item), "param_groups", None)
+        if isinstance(item, nn.Module):
+            numbers.append(models.index(item))
+        else:
+            numbers.append(of.get(id(groups[0]["params"][0]), 0) if groups else len(models) - 1)
+    for kind in (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler):
+        of_kind = [n for n, item in zip(numbers, objects, strict=True) if isinstance(item, kind)]
+        if of_kind != sorted(of_kind):
+            raise UsageError(
+                "sharded weights need optimizers and schedules in the order of their models in "
+                "accelerator.prepare(...)"
+            )
+    return numbers
+
+
+def _share_buffers(model: nn.Module, *_: Any) -> None:
+    """Copy the buffers of the first process to all, because DDP evaluates and saves those."""
+    for buffer in model.buffers() if model.training else ():
+        torch.distributed.broadcast(buffer, 0)
+
+
+def gathered(tree: Any, keep: bool) -> Any:
+    """Return the tree with all rows of its tensors, on the CPU; None for them without `keep`.
+
+    Every process must call this. A process that does not write the rows need not keep them.
+    """
+
+    def gather(value: torch.Tensor) -> torch.Tensor | None:
+        rows = getattr(value, "full_tensor", value.detach)()
+        return rows.cpu() if keep else None
+
+    return tree_map_only(torch.Tensor, gather, tree)
+
+
+def rows_of(like: Any, value: Any) -> Any:
+    """Return this process's rows of a whole tensor if `like` is sharded, otherwise the tensor.
+
+    Scalars, and values that are not tensors, are the same on all processes.
+    """
+    if not hasattr(like, "full_tensor") or not getattr(value, "shape", ()):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def forget_whole_weights(models: Sequence[nn.Module]) -> None:
+    """Let the next forward pass of sharded models gather their weights. Call before these change.
+
+    FSDP2 keeps some weights whole after a forward pass that no backward pass follows, such as one
+    of an evaluation, and uses them in the next one, whatever the rows of the processes are by then
+    (https://github.com/pytorch/pytorch/issues/131965).
+    """
+    for layer in (layer for model in models for layer in model.modules()):
+        if hasattr(layer, "reshard"):
+            layer.reshard()
+
+
+def frozen(model: nn.Module) -> Tensors:
+    """The parameters of a model that are frozen (requires_grad=False), by name."""
+    named = named_weights(model, remove_duplicate=False)
+    return {name: weight for name, weight in named if not weight.requires_grad}
+
+
+def state_of(model: nn.Module, moved: Set[str] = frozenset()) -> Tensors:
+    """The state of a model without its frozen parameters but those that are `moved`, by name.
+
+    Scales of quantised weights are left out too: bitsandbytes calls them NAME.absmax and the like.
+    """
+    left_out = frozen(model).keys() - moved
+
+    def is_kept(name: str) -> bool:
+        return left_out.isdisjoint(accumulate(name.split("."), "{}.{}".format))
+
+    return {name: value for name, value in model.state_dict().items() if is_kept(name)}
+
+
+def hash_frozen(model: nn.Module) -> dict[str, str]:
+    """Hash all bytes of each frozen weight, and its scales. Every process must call this."""
+    kept = state_of(model)
+    state = model.state_dict().items()
+    return {f"the frozen weight {n}": hash_tensor(w) for n, w in state if n not in kept}
+
+
+def before_save(
+    parts: Callable[[], Parts], is_main: bool, models: list, weights: list, folder: str
+) -> None:
+    """Leave out frozen weights, save tied weights under both names, and save all other tensors.
+
+    This is a hook of accelerator.save_state, which would leave out one of two tied names and warn
+    of it each time.
+    """
+    tensors = {name: separate(part) for name, part in parts().items() if isinstance(part, dict)}
+    weights[:] = [tensors.pop(numbered("model.safetensors", n)) for n in range(len(models))]
+    for name, part in tensors.items() if is_main else ():
+        save_file(part, Path(folder, name))
+
+
+def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> None:
+    """Refuse files that do not match this run's models and optimizers; load all but those.
+
+    This is a hook of accelerator.load_state, which would ignore missing and extra files.
+    """
+    parts = parts_of()
+    others = {"scaler.pt", *(path.name for path in Path(folder).glob("random_states_*.pkl"))}
+    there = {path.name for path in Path(folder).iterdir() if is_listed(f"state/{path.name}")}
+    if wrong := there - others ^ parts.keys():
+        raise UsageError(
+            f"{folder}: {min(wrong)} is in the checkpoint or in this run, not in both: the script "
+            "has prepared other models, optimizers or schedules"
+        )
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            continue
+        if not name.startswith("model"):
+            _load_tensors(part, load_file(Path(folder, name)))
+        else:
+            with safe_open(Path(folder, name), "pt") as file:
+                keys = file.keys()
+                saved = {plain_name(key): file.get_slice(key).get_shape() for key in keys}
+            for key in part | saved:
+                _check_shape(key, part, saved.get(key))
+
+
+def writer(accelerator: Accelerator, parts: Parts) -> tuple[dict[str, Any], Callable[[Path], None]]:
+    """Return what is not a tensor in the state, and a function that writes the rest into a folder.
+
+    That function does not communicate, so it may fail on one process alone: FULL_STATE_DICT is
+    gathered here. Every process must call this. Raises RuntimeError if JSON cannot hold the state.
+    """
+    rank = accelerator.process_index
+    state = {}
+    tensors: Tensors = {}
+    for filename, part in parts.items():
+        name = filename.partition(".")[0]
+        if isinstance(part, dict):
+            tensors |= {f"{name}.{key}": value for key, value in part.items()}
+        else:
+            state[name] = _take_tensors(part.state_dict(), name, tensors)
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as problem:
+        raise RuntimeError(
+            f"an optimizer or a schedule has a state that JSON cannot hold ({problem}), so a "
+            "sharded run cannot save it: keep numbers, strings and lists of them there"
+        ) from problem
+    if accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT":
+        tensors = gathered(tensors, keep=rank == 0)
+    of_copies = [0] * num_copies(accelerator.num_processes)  # numbers that each copy saves
+    pieces = {}
+    for name, value in tensors.items():
+        copy = of_copies.index(min(of_copies))
+        of_copies[copy] += math.prod(getattr(value, "shape", ()))  # or None: see gathered
+        if piece := own_piece(value, rank, copy):
+            pieces[name] = piece
+
+    def write(folder: Path) -> None:
+        if not pieces:
+            return
+        rows = {name: rows for name, (rows, _) in pieces.items()}
+        offsets = {name: {"saved_offsets": start} for name, (_, start) in pieces.items()}
+        with open(folder / f"shard-{rank:05d}.safetensors", "wb") as file:
+            file.writelines(file_parts(rows, {"DCP_SHARDING_INFO": offsets}))
+
+    return state, write
+
+
+def own_piece(value: torch.Tensor, rank: int, copy: int) -> tuple[torch.Tensor, list[int]] | None:
+    """The rows of a tensor that this process saves, and where they start; None if there are none.
+
+    The first process saves what is not sharded, and one of several copies what is.
+    """
+    if not hasattr(value, "full_tensor"):
+        return (value, [0] * value.dim()) if rank == 0 else None
+    rows, mesh = value.to_local(), value.device_mesh
+    is_saved_here = mesh.ndim == 1 or mesh.get_local_rank(0) == copy
+    is_empty = rows.numel() == 0 and value.numel() > 0
+    if is_empty or not is_saved_here:
+        return None
+    return rows, [*value.__create_chunk_list__()[0].offsets]
+
+
+def _take_tensors(tree: Any, name: str, tensors: Tensors) -> Any:
+    """Return the tree with None in place of each tensor, which `tensors` gets under its path."""
+    if isinstance(tree, torch.Tensor):
+        tensors[name] = tree.detach()
+        return None
+    if isinstance(tree, dict):
+        return {key: _take_tensors(value, f"{name}.{key}", tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_take_tensors(value, f"{name}.{n}", tensors) for n, value in enumerate(tree)]
+    return tree
+
+
+def _put_tensors(tree: Any, like: Any, name: str, tensors: Tensors) -> Any:
+    """Undo _take_tensors after a way through JSON, which turns keys into strings.
+
+    What is a tuple or a Counter in `like` becomes one: MultiStepLR counts with it.
+    """
+    if name in tensors:
+        return tensors[name]
+    if not isinstance(tree, dict | list):
+        return tree
+    is_list = isinstance(tree, list)
+    items = enumerate(tree) if is_list else ((int(k) if k.isdigit() else k, tree[k]) for k in tree)
+    likes = dict(enumerate(like)) if isinstance(like, list | tuple) else like
+    likes = likes if isinstance(likes, dict) else {}
+    values = {k: _put_tensors(x, likes.get(k), f"{name}.{k}", tensors) for k, x in items}
+    if is_list:
+        return (tuple if isinstance(like, tuple) else list)(values.values())
+    return Counter(values) if isinstance(like, Counter) else values
+
+
+def read(parts: Parts, folder: Path, state: dict[str, Any]) -> None:
+    """Load what writer() returned and wrote, on any number of processes, into any run.
+
+    It does not communicate. Raises UsageError before any weight changes.
+    """
+    from torch.distributed.checkpoint import load
+
+    reader = reader_of(folder, lambda name: is_listed(f"state/{name}"))
+    saved = reader.read_metadata().state_dict_metadata
+    others = {}
+    tensors: Tensors = {}
+    weights: Tensors = {}
+    for filename, part in parts.items():
+        name = filename.partition(".")[0]
+        if isinstance(part, dict):
+            tensors |= {f"{name}.{key}": value for key, value in part.items()}
+        else:
+            others[name] = part
+        if isinstance(part, torch.optim.Optimizer):
+            weights |= {f"{name}.state.{n}": weight for n, weight in enumerate(weights_of(part))}
+    for name, value in saved.items():
+        if sum(math.prod(chunk.sizes) for chunk in value.chunks) != math.prod(value.size):
+            raise UsageError(f"{folder}: rows of {name} are missing")
+        if name.partition(".")[0] in others:
+            like = weights.get(name.rpartition(".")[0])
+            if like is None or like.shape != value.size:  # a count of steps
+                like = torch.empty(value.size)
+            tensors[name] = torch.empty_like(like, dtype=value.properties.dtype)
+    for name in tensors.keys() | saved.keys():
+        _check_shape(name, tensors, saved[name].size if name in saved else None)
+    if state.keys() != others.keys():
+        raise UsageError(
+            f"{folder} is of {', '.join(state)} and this run has {', '.join(others)}: the script "
+            "has prepared other optimizers or schedules"
+        )
+    with warnings.catch_warnings(action="ignore"):  # that each process reads by itself
+        load(tensors, storage_reader=reader, no_dist=True)
+    for name, part in others.items():
+        part.load_state_dict(_put_tensors(state[name], part.state_dict(), name, tensors))
+
+
+def read_whole(parts: Parts, folder: Path) -> None:
+    """Load what accelerator.save_state wrote into a sharded run."""
+    load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
+    files = {name: (load_file if ".s" in name else load)(folder / name) for name in parts}
+    for name, part in parts.items():
+        if isinstance(part, dict):
+            _load_tensors(part, files[name])
+        elif isinstance(part, torch.optim.Optimizer):
+            _load_optimizer(part, files[name])
+        else:
+            part.load_state_dict(files[name])
+
+
+def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
+    """Copy saved tensors into those of this run, one by one."""
+    saved = {plain_name(name): value for name, value in saved.items()}  # older ones have others
+    for name in tensors | saved:
+        _check_shape(name, tensors, saved[name].shape)  # copy_ would broadcast a smaller tensor
+        tensors[name].copy_(rows_of(tensors[name], saved[name]))
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    state = saved["state"].items()
+    weights = weights_of(optimizer)
+    rows = {i: {name: rows_of(weights[i], x) for name, x in of.items()} for i, of in state}
+    optimizer.load_state_dict(saved | {"state": rows})
+
+
+def _check_shape(name: str, tensors: Tensors, shape: Sequence[int] | None) -> None:
+    if name not in tensors or shape is None or tensors[name].shape != torch.Size(shape):
+        raise UsageError(f"the weight {name} of the checkpoint does not match this run")

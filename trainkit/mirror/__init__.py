@@ -1,1 +1,0 @@
-"""The copy of a run in another place."""

@@ -1,0 +1,440 @@
+"""What the kit repairs or replaces in torch, Accelerate and Python.
+
+Each function says what would go wrong without it. tests/test_private.py fails if another module
+replaces a name of another package, apart from the exceptions that it lists. If a release changes
+what `skip_the_compiler`, `look_for_lomo_once` or `look_only_at_what_is_imported` replaces, no time
+is saved, but the numbers stay the same.
+"""
+
+import argparse
+import atexit
+import functools
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import accelerate.accelerator
+import accelerate.data_loader
+import accelerate.optimizer
+import torch
+from accelerate import Accelerator, ParallelismConfig, PartialState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    convert_outputs_to_fp32,
+    prepare_simple_launcher_cmd_env,
+)
+from torch import nn
+from torch.utils.data import DataLoader
+
+from trainkit.repairs.names import (
+    COMPILED,
+    is_trained,
+    mesh_groups,
+    plain_name,
+    prepared_loaders,
+    without_compiler,
+)
+
+# What DistributedDataParallel asks the compiler when it is made: this is torch's default.
+ANSWERS = {"get_optimize_ddp_mode": lambda: "ddp_optimizer"}
+
+
+def end_workers(accelerator: Accelerator) -> None:
+    """End the loader workers; otherwise a notebook waits 5 s for each at garbage collection.
+
+    The queue that tells a worker to end is garbage too by then, and may be closed first.
+    """
+    for loader in prepared_loaders(accelerator):
+        loader.base_dataloader._iterator = None
+
+
+def fix_bucket_order(*models: nn.Module) -> None:
+    """Make DistributedDataParallel sum gradients in the same order from the first step on.
+
+    It rebuilds its buckets after its first backward pass. The place of a number in its bucket
+    decides in which order the processes are summed, and with three or more processes the order
+    changes the last bit, so the first step of a resumed run would differ. This makes one backward
+    pass of the sum of all parameters, instead of the model, and discards the gradients.
+
+    Every process must call this; without DistributedDataParallel it does nothing.
+    """
+    for model in models:
+        parallel = without_compiler(model)
+        if isinstance(parallel, nn.parallel.DistributedDataParallel):
+            _backward_once(parallel)
+
+
+def _backward_once(parallel: nn.parallel.DistributedDataParallel) -> None:
+    module, forward = parallel.module, parallel.module.forward
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    module.forward = lambda: sum(parameter.sum() for parameter in parameters)
+    try:
+        parallel().backward()
+    finally:
+        module.forward = forward
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def share_frozen_weights(
+    accelerator: Accelerator, frozen: Callable[[nn.Module], dict[str, torch.Tensor]]
+) -> None:
+    """Keep frozen weights memory-mapped as from_pretrained loads them, once per machine.
+
+    Without this, each process would have its own copy: Accelerate moves a model to the device
+    cpu:0, which is not the same as cpu, and DistributedDataParallel overwrites the weights with
+    those of the first process. Call this before accelerator.prepare. `frozen` returns the frozen
+    weights of a model by name.
+    """
+    prepare = accelerator.prepare_model
+
+    def prepare_model(model: nn.Module, **options: Any) -> nn.Module:
+        if accelerator.device.type == "cpu":
+            options["device_placement"] = False
+        parallel = nn.parallel.DistributedDataParallel
+        parallel._set_params_and_buffers_to_ignore_for_model(model, [*frozen(model)])
+        if not is_trained(model):  # DistributedDataParallel refuses it; on GPUs Accelerate knows
+            options["evaluation_mode"] = True
+        return prepare(model, **options)
+
+    accelerator.prepare_model = prepare_model
+
+
+def shard_models(
+    accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin, dtype: torch.dtype | None
+) -> None:
+    """Make accelerator.prepare(...) shard models with this plugin, and compute in this type.
+
+    Accelerate by itself does not shard over processes on the CPU, and under bf16 also sums
+    gradients in bf16 and rounds the inputs and outputs of layers to it.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    plugin.mixed_precision_policy = policy
+    accelerator.state.fsdp_plugin = plugin
+    for state in (PartialState(), accelerator.state):
+        state.distributed_type = DistributedType.FSDP
+
+
+def copy_shards(accelerator: Accelerator, num_copies: int) -> None:
+    """Make accelerator.prepare(...) keep this number of copies of each model, each sharded.
+
+    Accelerate by itself does so on GPUs alone, and torch would let the processes of a copy wait
+    for each other for half an hour, whatever the timeout of the run is.
+    """
+    num_shards = accelerator.num_processes // num_copies
+    config = ParallelismConfig(dp_replicate_size=num_copies, dp_shard_size=num_shards)
+    accelerator.state.parallelism_config = config
+    warnings.filterwarnings("ignore", "Slicing a flattened dim")  # as Accelerate does
+    accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
+    for group in mesh_groups(accelerator).values():
+        backend = group._get_backend(torch.device(accelerator.device.type))
+        backend._set_default_timeout(accelerator.init_handler.timeout)
+
+
+def end_with_this_batch(loader: DataLoader, is_last: bool) -> None:
+    """Let accelerator.accumulate end the step with the batch that comes next, or not.
+
+    By itself it ends a step after --accumulate micro-batches, and with the last batch that was read
+    from the loader, which would be the first of those that run.steps(..., count=) reads ahead.
+    """
+    loader.end_of_dataloader = is_last
+
+
+def watch(
+    owner: Any,
+    name: str,
+    before: Callable[..., object],
+    after: Callable[[], object] | None = None,
+) -> None:
+    """Call before(...) ahead of each call of owner.name(...), with its arguments, and then after().
+
+    after() is left out if the call fails.
+    """
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def watched(*args: Any, **options: Any) -> Any:
+        before(*args, **options)
+        result = method(*args, **options)
+        if after is not None:
+            after()
+        return result
+
+    setattr(owner, name, watched)
+
+
+def unwatch(owner: Any, name: str) -> None:
+    """Undo watch(owner, name, ...)."""
+    setattr(owner, name, getattr(owner, name).__wrapped__)
+
+
+def wrap_prepare(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None:
+    """Make accelerator.prepare(...) call wrapper(prepare, ...), with what it was before.
+
+    For what has to be done to a model before Accelerate wraps it, whoever calls prepare.
+    """
+    accelerator.prepare = functools.partial(wrapper, accelerator.prepare)
+
+
+def wrap_backward(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None:
+    """Make accelerator.backward(...) call wrapper(backward, ...), with what it was before.
+
+    For an error of torch that a sentence has to explain.
+    """
+    accelerator.backward = functools.partial(wrapper, accelerator.backward)
+
+
+def prepare_untrained(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Shard a model without trainable weights, as accelerator.prepare(...) does with an optimizer.
+
+    Accelerate refuses to shard a model without one. The weights are given back after each forward
+    pass, as no backward pass follows that would do it, so that the loop can change the rows.
+    """
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    model = fsdp2_prepare_model(accelerator, model)
+    model.set_reshard_after_forward(True)
+    accelerator._models.append(model)
+    return model
+
+
+def recompute_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> int:
+    """Activation checkpointing: keep only the inputs of the layers that the plugin wraps.
+
+    The rest of them is recomputed in the backward pass.
+
+    Returns the number of these layers.
+
+    Accelerate's own fsdp_activation_checkpointing does not restore the random numbers, so dropout
+    would have other masks in the second forward pass and the gradients would be wrong.
+    """
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plugin.set_auto_wrap_policy(model)
+    is_wrapped = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    inner_first = [*model.named_modules()][:0:-1]  # without the model itself
+    layers = [pair for pair in inner_first if is_wrapped is not None and is_wrapped(pair[1])]
+    for name, layer in layers:
+        model.set_submodule(name, checkpoint_wrapper(layer))
+    return len(layers)
+
+
+def compute_in(dtype: torch.dtype, device_type: str, model: nn.Module) -> None:
+    """Let the forward pass autocast to this type and return float32, as Accelerate does for DDP."""
+    forward = torch.autocast(device_type, dtype)(model.forward)
+    model.forward = convert_outputs_to_fp32(forward)
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
+    """In the body the quantised layers of bitsandbytes compute in this type."""
+    layers = [layer for layer in model.modules() if hasattr(layer, "compute_dtype")]
+    before = [layer.compute_dtype for layer in layers]
+    for layer in layers:
+        layer.compute_dtype = dtype
+    try:
+        yield
+    finally:
+        for layer, kind in zip(layers, before, strict=True):
+            layer.compute_dtype = kind
+
+
+def take_loss_scale(accelerator: Accelerator) -> Callable[[], object]:
+    """Return a function that updates the loss scale of fp16, which Accelerate then no longer does.
+
+    It would do so after the step of each optimizer, so that a second one would unscale by a changed
+    scale. Without fp16 the function does nothing.
+    """
+    scaler = accelerator.scaler
+    if scaler is None:
+        return lambda: None
+    update = scaler.update
+    scaler.update = lambda: None
+    return update
+
+
+@contextmanager
+def without_loss_scale(accelerator: Accelerator, hide: bool) -> Iterator[None]:
+    """In the body Accelerate has no loss scale if `hide`, so load_state does not look for one."""
+    scaler = accelerator.scaler
+    accelerator.scaler = None if hide else scaler
+    try:
+        yield
+    finally:
+        accelerator.scaler = scaler
+
+
+def take_registered(accelerator: Accelerator) -> list[Any]:
+    """Return what accelerator.register_for_checkpointing(...) was given since the last call.
+
+    Accelerate no longer knows of it, so that save_state does not pickle it.
+    """
+    things = accelerator._custom_objects
+    accelerator._custom_objects = []
+    return things
+
+
+def count_micro_batches_anew(accelerator: Accelerator) -> None:
+    """Let the next micro-batch be the first of its step, whatever load_state has restored."""
+    accelerator.step = 0
+
+
+def reader_of(folder: Path, is_read: Callable[[str], bool]) -> Any:
+    """torch's reader of the shards in a folder, which reads only files with such names.
+
+    By itself it opens whatever ends in .safetensors, also ._shard-00000.safetensors of a Mac.
+    """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader(str(folder))
+    list_all = reader.fs.ls
+    reader.fs.ls = lambda path: [file for file in list_all(path) if is_read(Path(file).name)]
+    return reader
+
+
+def name_without_compiler(model: nn.Module) -> nn.Module:
+    """Let weights have one name, whether torch.compile(...) wraps the model, layers, or nothing.
+
+    torch writes _orig_mod. into their names in state_dict(), so that a file of the one did not fit
+    the other. load_state_dict() accepts both names from here on. Returns the model.
+    """
+
+    def rename(state: dict[str, Any], prefix: str, wrapped: str) -> None:
+        """Give the values below a prefix the names that the module has."""
+        items = [*state.items()]
+        state.clear()
+        for name, value in items:
+            if name.startswith(prefix):
+                name = prefix + wrapped + plain_name(name.removeprefix(prefix))
+            state[name] = value
+
+    def after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        rename(state, prefix, "")
+
+    def before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        rename(state, prefix, COMPILED if is_compiled(module) else "")
+
+    def is_compiled(module: nn.Module) -> bool:
+        return [name for name, _ in module.named_children()] == [COMPILED.rstrip(".")]
+
+    for module in model.modules():
+        if module is model or is_compiled(module):
+            module.register_load_state_dict_pre_hook(before_load)
+        if is_compiled(module):
+            module.register_state_dict_post_hook(after_state_dict)
+    return model
+
+
+def skip_the_compiler() -> None:
+    """Let optimizers and DistributedDataParallel work without importing torch's compiler.
+
+    A start takes 1.1 s of CPU less (3.8 to 2.6 s, median of 5 pairs of `train_mnist.py
+    --stop-after-steps 1`), and a start of two processes another 3.7 s (18.8 to 15.1 s, 5 pairs with
+    2cpu.yaml). torch imports the compiler to exempt some methods from compilation, in each step to
+    break a graph that is being compiled, and to ask how it would divide a DistributedDataParallel.
+    Accelerate compiles only the model, so this puts the plain methods in place from the start.
+    Hooks on a step are still called.
+    """
+    compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+    if compiles or "torch._dynamo" in sys.modules:
+        return
+    optimizer = torch.optim.Optimizer
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        plain = inspect.unwrap(getattr(optimizer, name))
+        plain.__dynamo_disable = plain  # where torch._compile keeps the exempted method
+    for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW has Adam's step
+        if not hasattr(kind.step, "hooked"):  # the first optimizer of a kind wraps step for hooks
+            kind.step = _without_graph_breaks(inspect.unwrap(kind.step))
+    if hasattr(nn.parallel.DistributedDataParallel, "_inside_ddp_forward"):
+        forward = inspect.unwrap(nn.parallel.DistributedDataParallel._inside_ddp_forward)
+        forward.__dynamo_disable = forward
+    torch._dynamo = Later("torch._dynamo", utils=Later("torch._dynamo.utils", **ANSWERS))
+
+
+class Later:
+    """A module that is imported when it is asked for anything but what is given here."""
+
+    def __init__(self, module: str, **known: Any):
+        self.__dict__ |= {"module": module} | known
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__dict__["module"]), name)
+
+
+def _without_graph_breaks(step: Callable) -> Callable:
+    @functools.wraps(step)
+    def plain(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return plain
+
+
+def look_for_lomo_once() -> None:
+    """Let Accelerate look once for the package of an optimizer, LOMO, and not twice in each step.
+
+    Each look goes through the folders of sys.path and takes 0.07 ms, of the 0.5 of a small step.
+    """
+    module = accelerate.optimizer
+    look = getattr(module, "is_lomo_available", None)
+    if look is not None and not hasattr(look, "cache_info"):
+        module.is_lomo_available = functools.cache(look)
+
+
+def look_only_at_what_is_imported() -> None:
+    """Let accelerator.prepare ask for DTensors and sets of `datasets` without importing them.
+
+    It imports torch.distributed.tensor, and with it sympy, to see whether a weight is a DTensor: a
+    whole run on one GPU took 13.2 s with that, 9.5 and 8.8 s without (H100). Where several
+    processes train it imports `datasets`, to see whether a set is its IterableDataset: 0.4 s of CPU
+    in each. As long as nothing else has imported them, none can be.
+    """
+    _look_if_imported(accelerate.accelerator, "model_has_dtensor", "torch.distributed.tensor")
+    _look_if_imported(accelerate.data_loader, "is_datasets_available", "datasets")
+
+
+def _look_if_imported(module: ModuleType, name: str, package: str) -> None:
+    """Let module.name(...) be False as long as the package is not imported."""
+    look = getattr(module, name, None)
+    if look is None or hasattr(look, "__wrapped__"):
+        return
+
+    @functools.wraps(look)
+    def is_there(*args: Any) -> bool:
+        return package in sys.modules and look(*args)
+
+    setattr(module, name, is_there)
+
+
+def launch_in_own_session() -> None:
+    """Let `accelerate launch` start one process as it starts several: in a session of its own.
+
+    Otherwise Ctrl-C reaches the process twice, from the terminal and from a launcher that passes
+    signals on, and the second ends it without saving. With --quiet its exit code would be lost.
+    """
+    from accelerate.commands import launch  # half a second, which only a launcher needs
+
+    def launch_alone(args: argparse.Namespace) -> None:
+        command, environment = prepare_simple_launcher_cmd_env(args)
+        subprocess.run(command, env=environment, start_new_session=True, check=True)
+
+    launch.simple_launcher = launch_alone
+
+
+def run_exit_functions() -> None:
+    """Do what the interpreter does before its teardown: join threads and call exit functions."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()

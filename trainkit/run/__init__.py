@@ -1,0 +1,1 @@
+"""What acts in a run, in the order of a script."""

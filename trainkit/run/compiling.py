@@ -1,0 +1,115 @@
+"""What is compiled where the YAML compiles: the first whole step of a process, and nothing else."""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
+from torch.utils.data import get_worker_info
+
+from trainkit.config.flags import WITH_CUDA_GRAPHS
+from trainkit.repairs.names import compiler_error
+from trainkit.text import first_sentence
+
+Inputs = ParamSpec("Inputs")
+Output = TypeVar("Output")
+
+
+def keep_compiled() -> None:
+    """Keep what inductor compiles beside the decoded data, so that it outlives a cleaned /tmp.
+
+    It does nothing if the YAML does not compile, or if TORCHINDUCTOR_CACHE_DIR is set.
+    """
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() == "inductor":
+        import datasets  # slow to import; load_data imports it too
+
+        folder = Path(datasets.config.HF_DATASETS_CACHE, "inductor")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def compiled_with_model(function: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
+    """Compile this function where the YAML compiles the model; else leave it as it is written.
+
+    This is for what the loop does with whole batches outside of the model, such as augmentation.
+    The function should get tensors and settings that stay the same: draw the random numbers, count
+    epochs and use numpy outside of it. What cannot be compiled runs as it is written, and a line
+    says so; so does what workers call, which make samples one by one.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Output:
+        is_part = torch.compiler.is_compiling()  # of something that is compiled as a whole
+        if is_part or not _of_run or get_worker_info():
+            return function(*args, **kwargs)
+        return _of_run[-1].call(function, *args, **kwargs)
+
+    return call
+
+
+class Compiling:
+    """Lets models be compiled in the first step that has all its samples.
+
+    The last short batch of an epoch, evaluations and what the script does with a model elsewhere
+    have other shapes or modes, for each of which a model would be compiled again, for up to minutes
+    on a card. They use what is compiled if it fits, and else run as they are written. So after a
+    resume the same is compiled as before it. What a script compiles by itself is left alone.
+
+    Attributes:
+        functions: what compiled_with_model has wrapped, and what is called in its place.
+    """
+
+    def __init__(self, accelerator: Accelerator, say: Callable[[str], object]):
+        self.plugin = accelerator.state.dynamo_plugin
+        self.say = say
+        self.is_due = self.plugin.backend != DynamoBackend.NO
+        self.is_in_use = self.is_due
+        self.has_graphs = self.is_in_use and self.plugin.mode in WITH_CUDA_GRAPHS
+        self.functions: dict[Callable, Callable] = {}
+        if self.is_in_use:
+            torch.compiler.set_stance("eager_on_recompile")
+            _of_run.append(self)
+
+    def start_step(self, is_whole: bool) -> None:
+        """Let models be compiled if this is the first step with all its samples.
+
+        And let CUDA graphs use the memory of the last step again. If nobody says when, they do so
+        at each call of something compiled that no backward is waiting for, and the pictures that a
+        compiled augmentation has made are lost when the model is called with them.
+        """
+        if self.is_due and is_whole:
+            torch.compiler.set_stance("default")
+        if self.has_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def finish_step(self, is_whole: bool) -> None:
+        """From now on nothing is compiled if that step is over."""
+        if self.is_due and is_whole:
+            torch.compiler.set_stance("eager_on_recompile")
+            self.is_due = False
+
+    def call(
+        self, function: Callable[Inputs, Output], *args: Inputs.args, **kwargs: Inputs.kwargs
+    ) -> Output:
+        """Call what this function is compiled to, as models are, or itself if it cannot be."""
+        if function not in self.functions:
+            self.functions[function] = torch.compile(function, **self.plugin.to_kwargs())
+        try:
+            return self.functions[function](*args, **kwargs)
+        except compiler_error() as problem:
+            name, why = getattr(function, "__name__", "a function"), first_sentence(problem)
+            self.say(f"{name}(...) cannot be compiled, so it runs as it is written: {why}")
+            self.functions[function] = function
+        return function(*args, **kwargs)
+
+    def release(self) -> None:
+        """Let everything be compiled again, as a notebook may wish to."""
+        if self.is_in_use:
+            torch.compiler.set_stance("default")
+            _of_run.clear()
+
+
+_of_run: list[Compiling] = []  # one from begin() to the end of the run, if its YAML compiles

@@ -1,0 +1,68 @@
+"""--ema: an exponential moving average of the weights, which is evaluated and saved."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainkit.checkpoints import sharded as shards
+from trainkit.repairs.names import named_weights
+
+
+class EMA:
+    """The moving average of all trained weights; a checkpoint has it.
+
+    It starts at the initial weights. Its decay rises to the given one as
+    min(decay, (1 + step) / (10 + step)), so that the initial weights do not dominate the average of
+    a short run (as in TensorFlow's ExponentialMovingAverage). Buffers are not averaged. The models
+    hold the average, except in the body of trained_weights(). With decay None nothing is averaged.
+
+    Attributes:
+        values: for each model, by name: in the body of trained_weights() the averages, elsewhere
+            the weights being trained.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], decay: float | None):
+        self.decay = decay or 0.0
+        self.models = models if decay else ()
+        self.weights = [
+            {name: w for name, w in named_weights(model) if w.requires_grad}
+            for model in self.models
+        ]
+        self.values = [{n: w.detach().clone() for n, w in of.items()} for of in self.weights]
+        self.in_models = True  # at first the weights and their average are equal
+
+    def update(self, step: int) -> None:
+        """Average in the weights as they are after this step; steps are counted from 1."""
+        for values, weights in zip(self.values, self.weights, strict=True):
+            average = get_ema_multi_avg_fn(min(self.decay, (1 + step) / (10 + step)))
+            average([*values.values()], [w.detach() for w in weights.values()], None)
+
+    @contextmanager
+    def trained_weights(self) -> Iterator[None]:
+        """In the body, the models hold the weights being trained, for a step or a checkpoint.
+
+        It may be nested.
+        """
+        was_in_models = self.in_models
+        self.in_models = False
+        if was_in_models:
+            self._swap()
+        try:
+            yield
+        finally:
+            if was_in_models:
+                self._swap()
+            self.in_models = was_in_models
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        shards.forget_whole_weights(self.models)
+        for values, weights in zip(self.values, self.weights, strict=True):
+            for name, weight in weights.items():
+                # Copied, because DDP, FSDP and CUDA graphs rely on the address of a weight.
+                value = weight.clone()
+                weight.copy_(values[name])
+                values[name].copy_(value)

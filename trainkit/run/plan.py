@@ -1,0 +1,181 @@
+"""Describe the plan of a run, read from the objects that carry it out, its world and metrics."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend
+from torch import nn
+
+from trainkit.checkpoints.facts import Facts
+from trainkit.config import TrainingConfig
+from trainkit.launch.cores import describe_cores
+from trainkit.launch.environment import num_copies
+from trainkit.numbers.optim import num_parameters
+from trainkit.repairs.names import prepared_schedulers
+from trainkit.text import count
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def describe_plan(facts: Facts, plan: dict[str, str]) -> str:
+    """Return the plan of a run, including the script's own lines."""
+    config = facts.config
+    accelerator = facts.accelerator
+    length = facts.length
+    models = facts.prepared.models
+    optimizers = facts.prepared.optimizers
+    num_processes = accelerator.num_processes
+    num_parts = num_processes * config.accumulate
+    left_out = len(facts.sets[0]) - length.num_used
+    unused = f" (the last {left_out} of each shuffle are left out)" if left_out else ""
+    ends = f"{length.last_step} (--stop-after-steps) of " if config.stop_after_steps else ""
+    num_steps = config.epochs * length.steps_per_epoch
+    lines = {
+        "device": describe_world(accelerator),
+        **describe_busy_cores(accelerator),
+        **plan,
+        "samples": f"{len(facts.sets[0])}{unused}, {len(facts.sets[1])} to evaluate",
+        "model": "; ".join(describe_model(accelerator, model) for model in models),
+        "batch": f"{config.batch_size} per step = {count(num_processes, 'process')} x "
+        f"{count(config.accumulate, 'micro-batch')} x {config.batch_size // num_parts}",
+        "updates": f"{ends}{num_steps} = {count(config.epochs, 'epoch')} x "
+        f"{count(length.steps_per_epoch, 'step')}",
+        "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in optimizers),
+        "checkpoint": f"{checkpoint_bytes(optimizers, config.ema) / 2**20:,.1f} MiB "
+        f"each, the newest {config.keep} are kept",
+        "run folder": "none, as this is a dry run" if config.dry_run else str(config.run_dir),
+    }
+    if config.ema:
+        lines["average"] = f"of the weights, decay {config.ema}: evaluated and written"
+    layers = (layer for model in models for layer in model.modules())
+    untracked = (layer.running_mean is None for layer in layers if isinstance(layer, BATCH_NORMS))
+    if num_parts > 1 and any(untracked):  # of others run/buffers.py sees the means
+        lines["note"] = (
+            "BatchNorm: its numbers depend on how a batch is split, so other processes or "
+            "micro-batches give other losses"
+        )
+    if untrained := names_of_untrained(models, optimizers):
+        lines["not trained"] = (
+            f"{count(len(untrained), 'weight')} in no optimizer, such as {untrained[0]}"
+        )
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def names_of_untrained(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> list[str]:
+    """The weights that require a gradient and are in no optimizer, so that nothing trains them."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    trained = {weight for group in groups for weight in group["params"]}
+    pairs = (pair for model in models for pair in model.named_parameters())
+    return [name for name, weight in pairs if weight.requires_grad and weight not in trained]
+
+
+def checkpoint_bytes(optimizers: Sequence[torch.optim.Optimizer], ema: float | None) -> int:
+    """Bytes of the trained weights, their --ema averages and the moments of Adam and SGD.
+
+    Optimizers of other packages may hold more, and buffers are not counted.
+    """
+    total = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            num_bytes = sum(weight.numel() * weight.itemsize for weight in group["params"])
+            total += num_bytes * (1 + num_moments(group) + bool(ema))
+    return total
+
+
+def num_moments(group: dict[str, Any]) -> int:
+    """How many numbers torch's AdamW, Adam and SGD keep for each weight of a parameter group."""
+    if "betas" in group:
+        return 2
+    return 1 if group.get("momentum") else 0
+
+
+def describe_model(accelerator: Accelerator, model: nn.Module) -> str:
+    backend = accelerator.state.dynamo_plugin.backend
+    compiled = ""
+    if backend != DynamoBackend.NO:
+        kept = ""
+        if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+            kept = f"; kept in {folder} for the next run"
+        compiled = f", compiled with {backend.value.lower()} (the first step waits for it{kept})"
+    name = type(model).__name__.removeprefix("FSDP")  # torch's prefix for sharded models
+    number = num_parameters([model])
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    frozen = ""
+    if trained < number:  # by --lora, or in the script
+        frozen = f", of which {trained:,} are trained ({trained / number:.2%})"
+    return f"{name}, {number:,} parameters{frozen}{compiled}"
+
+
+def describe_optimizer(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> str:
+    schedules = [
+        type(wrapped.scheduler).__name__
+        for wrapped in prepared_schedulers(accelerator)
+        if optimizer in wrapped.optimizers
+    ]
+    groups = optimizer.param_groups
+    peaks = [group.get("max_lr", group.get("initial_lr", group["lr"])) for group in groups]
+    rates = " and ".join(f"{peak:g}" for peak in dict.fromkeys(peaks))
+    fused = " fused" if all(group.get("fused") for group in groups) else ""
+    return (
+        f"{type(optimizer.optimizer).__name__}{fused}, {', '.join(schedules) or 'no schedule'},"
+        f" learning rate {rates} at its peak"
+    )
+
+
+def describe_world(accelerator: Accelerator) -> str:
+    """Return one line: number of processes, device, precision and threads."""
+    device = accelerator.device.type
+    threads = f", {count(torch.get_num_threads(), 'thread')} each" if device == "cpu" else ""
+    if device == "cuda":
+        device = torch.cuda.get_device_name(accelerator.device)
+    precision = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    processes = count(accelerator.num_processes, "process")
+    sharded = ", sharded" if accelerator.is_fsdp2 else ""
+    if (copies := num_copies(accelerator.num_processes)) > 1:
+        sharded = f", {copies} copies, each sharded over {accelerator.num_processes // copies}"
+    return f"{processes} on {device}, {precision}{threads}{sharded}"
+
+
+def describe_busy_cores(accelerator: Accelerator) -> dict[str, str]:
+    """Return a line of the plan, if this is a run on CPUs that other programs need too."""
+    if accelerator.device.type != "cpu":
+        return {}
+    text = describe_cores(accelerator.num_processes)
+    return {"cores": text} if text else {}
+
+
+def describe_run(accelerator: Accelerator, config: TrainingConfig) -> dict[str, Any]:
+    """Return what a result depends on: arguments, versions, revision, world and hardware."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate")}
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "arguments": vars(config),
+        "git_revision": git_revision(),
+        "versions": {"python": platform.python_version(), **versions},
+        "world": describe_world(accelerator),
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def git_revision() -> str | None:
+    """Return the commit of the script's folder, "-dirty" if files were edited; None without git."""
+    git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError):  # there is none
+        output = subprocess.run(git, capture_output=True, check=False).stdout
+        return output.decode(errors="replace").strip() or None
+    return None

@@ -1,0 +1,214 @@
+"""Check what a script has prepared, and refuse what could not be trained or resumed.
+
+Each check raises RuntimeError or UsageError, with one sentence that says what to do instead.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from trainkit.errors import UsageError
+from trainkit.numbers.loaders import EpochBatches, batches_of
+from trainkit.numbers.optim import weights_of
+from trainkit.repairs.fixes import fix_bucket_order, name_without_compiler
+from trainkit.repairs.names import (
+    is_trained,
+    prepared_loaders,
+    prepared_models,
+    prepared_optimizers,
+    prepared_schedulers,
+    registered_things,
+)
+from trainkit.text import count
+
+
+def check_prepared(accelerator: Accelerator, num_models: int) -> None:
+    """Raise RuntimeError if what accelerator.prepare was given could not be trained or resumed."""
+    models = prepared_models(accelerator)
+    optimizers = prepared_optimizers(accelerator)
+    if num_models != len(models):
+        raise RuntimeError(
+            f"run.begin(...) got {count(num_models, 'model')} and accelerator.prepare "
+            f"{len(models)}: give it all of them, as a list. A model that is not trained, such as "
+            "a teacher, need not be prepared: move it by .to(accelerator.device), and name it in "
+            "run.begin(..., fixed={'teacher': teacher}) or, if the loop moves it, give it to "
+            "accelerator.register_for_checkpointing(...)"
+        )
+    if any(batches_of(loader) is None for loader in prepared_loaders(accelerator)):
+        raise RuntimeError(
+            "accelerator.prepare was given a loader that make_loaders(...) did not make: "
+            "use that function, because Accelerate may yield samples of other loaders twice"
+        )
+    if not optimizers:
+        raise RuntimeError("accelerator.prepare was given no optimizer: prepare every optimizer")
+    if any(isinstance(wrapped.optimizer, torch.optim.LBFGS) for wrapped in optimizers):
+        raise RuntimeError(
+            "LBFGS computes the loss several times in a step, and a step of run.steps(...) is one "
+            "pass over a batch: use another optimizer, or fit this model outside of Run"
+        )
+    check_batch_norm(accelerator, models)
+    states = (pair for model in models for pair in model.state_dict().items())
+    if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
+        raise RuntimeError(
+            f"{others[0]} of a model is not a tensor with its own storage, and checkpoints hold "
+            "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
+        )
+    weights = Counter(weights_of(*optimizers))
+    if twice := [weight for weight, num in weights.items() if num > 1]:
+        raise RuntimeError(
+            f"{len(twice)} of the weights are in two optimizers, or twice in one: list each once"
+        )
+    if strange := weights.keys() - {w for model in models for w in model.parameters()}:
+        raise RuntimeError(
+            f"{len(strange)} of the optimizers' weights are in no model that "
+            "accelerator.prepare was given, so they would be neither averaged nor saved: "
+            "prepare every module that is trained"
+        )
+    check_scheduled(accelerator)
+
+
+def check_batch_norm(accelerator: Accelerator, models: Sequence[nn.Module]) -> None:
+    """Raise UsageError for nn.SyncBatchNorm on CPUs, where torch has none."""
+    layers = (layer for model in models for layer in model.modules())
+    is_synced = any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in layers)
+    if is_synced and accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        raise UsageError(
+            "nn.SyncBatchNorm computes on GPUs alone, and these are "
+            f"{accelerator.num_processes} processes on CPUs: use GroupNorm or LayerNorm, put these "
+            "layers into evaluation mode, or use one process"
+        )
+
+
+def check_scheduled(accelerator: Accelerator) -> None:
+    """Raise RuntimeError if a learning rate schedule would be restarted by a resume."""
+    schedules = prepared_schedulers(accelerator)
+    steered = [optimizer for schedule in schedules for optimizer in schedule.optimizers]
+    steered += [getattr(thing, "optimizer", None) for thing in registered_things(accelerator)]
+    for optimizer in prepared_optimizers(accelerator):
+        # A schedule stores its initial rate there.
+        is_steered = optimizer in steered or optimizer.optimizer in steered
+        if "initial_lr" in optimizer.param_groups[0] and not is_steered:
+            raise RuntimeError(
+                "a learning rate schedule was not given to accelerator.prepare, so a resume "
+                "would restart it: prepare it with its optimizer, or, if it is not torch's, give "
+                "it to accelerator.register_for_checkpointing(...)"
+            )
+
+
+def check_loader(
+    accelerator: Accelerator, loader: Any, call: str, to_train: bool = False
+) -> EpochBatches:
+    """Return the batches of a loader; refuse any but the prepared one from make_loaders(...).
+
+    call: begins the message. to_train: the loader must be that of the training set.
+    """
+    batches = batches_of(loader)
+    is_prepared = loader in prepared_loaders(accelerator)
+    if batches is not None and is_prepared and to_train == (batches.seed is not None):
+        return batches
+    kind = "training" if to_train else "evaluation"
+    raise RuntimeError(
+        f"{call} got a {type(loader).__name__}: give it the {kind} loader that "
+        "make_loaders(...) made and accelerator.prepare returned: other loaders cannot be resumed, "
+        "and may yield a sample twice (for an order of your own use weights= or order=)"
+    )
+
+
+class Prepared:
+    """What accelerator.prepare was given. It refuses changes made to it while the run trains.
+
+    A model that is entirely in evaluation mode, as from_pretrained returns it, is put into training
+    mode here. A model that is partly in evaluation mode, or is put into it later, is not changed,
+    and neither is one without trainable weights, such as a teacher.
+
+    Args:
+        wrapped: what accelerator.prepare returned for the model, or for each model.
+
+    Attributes:
+        models: the models without the wrappers of DDP and torch.compile.
+    """
+
+    def __init__(self, accelerator: Accelerator, wrapped: nn.Module | Sequence[nn.Module]):
+        self.wrapped = [wrapped] if isinstance(wrapped, nn.Module) else list(wrapped)
+        check_prepared(accelerator, len(self.wrapped))
+        self.accelerator = accelerator
+        self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
+        self.optimizers = prepared_optimizers(accelerator)
+        for model in self.models:
+            name_without_compiler(model)
+            if is_trained(model) and not any(layer.training for layer in model.modules()):
+                model.train()
+        fix_bucket_order(*self.wrapped)
+        self.requires_grad = self._requires_grad()
+        self.layers = [*self._layers()]
+        self.saved: str | None = None  # schedules and run.state as in the checkpoint
+
+    def note(self, state: dict[str, Any]) -> None:
+        """Remember the schedules and run.state, which must not change until the next step."""
+        self.saved = self._schedules_and(state)
+
+    def check_unchanged(self, state: dict[str, Any]) -> None:
+        """Raise RuntimeError if requires_grad, train mode, a schedule or run.state was changed."""
+        now = self._requires_grad()
+        if len(now) != len(self.requires_grad):
+            raise RuntimeError(
+                "add_param_group(...) changed an optimizer after accelerator.prepare(...), so that "
+                "no checkpoint would fit: give it all groups before, and the learning rate of a "
+                "later one a factor of 0 until then (docs/loop.md, unfreezing)"
+            )
+        if self.requires_grad != now:
+            raise RuntimeError(
+                "requires_grad of a weight was changed after accelerator.prepare(...), which "
+                "DistributedDataParallel does not notice: to unfreeze weights start a new run with "
+                "--start-from, or keep them trainable from the start, in a group with lr=0"
+            )
+        self._check_layers()
+        if not all(model.training for model in self.models if is_trained(model)):
+            raise RuntimeError(
+                "a model is in evaluation mode: call model.train() before run.steps(...), then "
+                "eval() on the layers that should stay in it"
+            )
+        if self.saved not in (None, self._schedules_and(state)):
+            raise RuntimeError(
+                "a learning rate schedule was stepped, or run.state changed, after run.save() or "
+                "run.end_epoch(...), so the checkpoint lacks the change: do that before"
+            )
+
+    def _check_layers(self) -> None:
+        """Raise RuntimeError if a layer, or a weight of one, is another object than at the start.
+
+        While a sharded model computes, other objects stand for its weights.
+        """
+        before, now = self.layers, [*self._layers()]
+        for (name, old), (_, new) in zip(before, now, strict=False):
+            if old is not new:
+                raise replaced(name)
+        if len(before) != len(now):
+            longer = max(before, now, key=len)
+            raise replaced(longer[min(len(before), len(now))][0])
+
+    def _layers(self) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+        for model in self.models:
+            yield from model.named_modules()
+            if not self.accelerator.is_fsdp2:
+                yield from model.named_parameters()
+
+    def _requires_grad(self) -> list[bool]:
+        return [weight.requires_grad for weight in weights_of(*self.optimizers)]
+
+    def _schedules_and(self, state: dict[str, Any]) -> str:
+        schedules = prepared_schedulers(self.accelerator)
+        return repr(
+            ([getattr(wrapped.scheduler, "last_epoch", None) for wrapped in schedules], state)
+        )
+
+
+def replaced(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name or 'a model'} was replaced, added or removed after accelerator.prepare(...), so "
+        "no optimizer trains what is there now: do that before the optimizer is made"
+    )

@@ -1,0 +1,257 @@
+"""Write the files that a run leaves: run.json, weights, predictions, DONE and pictures.
+
+Also best.safetensors of --keep-best, the weights that the first model had at the best evaluation.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from importlib import import_module
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from trainkit.checkpoints import sharded as shards
+from trainkit.checkpoints.frozen import Frozen
+from trainkit.config import TrainingConfig
+from trainkit.config.directions import metric_and_direction
+from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.launch.patience import wait_for_all
+from trainkit.launch.together import failing_together
+from trainkit.numbers.position import Progress
+from trainkit.run.plan import describe_run
+from trainkit.run.tables import show, show_best
+from trainkit.store import records
+from trainkit.store.atomic import rename_free, write_durably, write_json
+from trainkit.store.manifest import step_name
+from trainkit.store.weights import layout, numbered, write_tensors
+from trainkit.text import check_json, count, first_sentence
+
+Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadata
+TrainedWeights = Callable[[], AbstractContextManager]
+
+
+def update_best(config: TrainingConfig, progress: Progress) -> bool:
+    """Return whether this evaluation is the best so far, and record it in `progress`.
+
+    Evaluations without an improvement are counted; the run ends after --patience of them in a row.
+    """
+    name, direction = metric_and_direction(config.keep_best or "")
+    if name not in progress.metrics:
+        return False
+    if progress.best_name != f"{name}:{direction}":  # --keep-best was changed on a resume
+        progress.best = None
+        progress.num_worse = 0
+        progress.best_name = f"{name}:{direction}"
+    value, best = progress.metrics[name], progress.best
+    better = best is None or (value < best if direction == "min" else value > best)
+    if better and math.isfinite(value):
+        progress.best = value
+        progress.best_step = progress.step
+        progress.num_worse = 0
+        return True
+    progress.num_worse += 1
+    progress.ended |= config.patience is not None and progress.num_worse >= config.patience
+    return False
+
+
+class Results:
+    """Writes into the run folder. Every process must call each method.
+
+    Raises RunFailure on all of them, for example if the disk is full.
+
+    Args:
+        metadata: saved with the weights, as JSON.
+        save_frozen: False leaves out frozen weights that are as at the start, as checkpoints do.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: TrainingConfig,
+        models: Sequence[nn.Module],
+        metadata: dict[str, Any],
+        frozen: Frozen,
+        save_frozen: bool,
+    ):
+        check_json("the metadata of run.begin(...)", metadata)
+        self.accelerator = accelerator
+        self.config = config
+        self.run_dir = config.run_dir
+        self.models = models
+        self.metadata = metadata
+        self.frozen = frozen
+        self.save_frozen = save_frozen
+        self.has_weights = False
+
+    def write_start(self) -> None:
+        """Write run.json, and remove DONE, which is there if this run finished before."""
+        with failing_together(self.accelerator, f"--run-dir {self.run_dir} cannot be used"):
+            if self.accelerator.is_main_process:
+                (self.run_dir / "DONE").unlink(missing_ok=True)
+                described = describe_run(self.accelerator, self.config)
+                write_json(self.run_dir / "run.json", described)
+
+    def write_best(self, progress: Progress) -> tuple[bool, UsageError | None]:
+        """Write best.safetensors if this evaluation is the best by --keep-best; return whether.
+
+        The second value is an error if the evaluation lacks that metric.
+        """
+        wanted, metrics = self.config.keep_best, progress.metrics
+        is_best = update_best(self.config, progress)
+        if is_best:
+            self._write_model("best.safetensors", self.models[0], {"step": progress.step})
+        if not wanted or metric_and_direction(wanted)[0] in metrics:
+            return is_best, None
+        return is_best, UsageError(f"--keep-best {wanted}: there are only {', '.join(metrics)}")
+
+    def write_predictions(self, predictions: Predictions | None) -> None:
+        """Write predictions.safetensors, if there are predictions."""
+        if predictions is not None:
+            self._write(records.PREDICTIONS, *predictions)
+
+    def write_weights(self, trained_weights: TrainedWeights) -> None:
+        """Write the weights, unless they have been written.
+
+        trained_weights: EMA.trained_weights, in whose body the models hold no averages.
+        """
+        if self.has_weights:
+            return
+        if self.config.ema:
+            with trained_weights():
+                self._write_models("raw.safetensors")
+        self._write_models("model.safetensors")
+        self.has_weights = True
+
+    def write_pretrained(self, trained_weights: TrainedWeights, write: Callable[[], None]) -> None:
+        """Write the weights; then the main process calls `write`, which makes pretrained/ of them.
+
+        Call this before run.finish(), so that no finished run is without the folder.
+        """
+        self.write_weights(trained_weights)
+        what = f"{self.run_dir / 'pretrained'} cannot be written"
+        with failing_together(self.accelerator, what, RunFailure):
+            try:
+                if self.accelerator.is_main_process:
+                    write()
+            finally:
+                self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """Wait while the main process works alone: see patience.py."""
+        wait_for_all(self.accelerator, self.config.time_limit)
+
+    def finish(
+        self,
+        progress: Progress,
+        trained_weights: TrainedWeights,
+        memory: str,
+        next_command: str,
+        say: Callable[[str], None],
+        finish_mirror: Callable[[], None],
+    ) -> None:
+        """Write weights and pictures, say so, complete the mirror, and write DONE last.
+
+        trainkit.tools.plots draws the pictures from the files in the run folder. If one cannot be
+        drawn, the message says so and the run does not fail. memory: what the last line says of it.
+        """
+        config = self.config
+        messages = ""
+        self.write_weights(trained_weights)
+        names = ""
+        if config.pictures and self.accelerator.is_main_process:
+            try:
+                # Imported by name, because training does not depend on the tools that show results.
+                drawn = import_module("trainkit.tools.plots").draw_run(self.run_dir)
+                names = "".join(f", {path.name}" for path in drawn)
+            except Exception as problem:  # no matplotlib, no memory, no disk
+                messages += f"the pictures were not drawn: {first_sentence(problem)}\n"
+        self._wait_for_all()
+        if config.keep_best:
+            self._abandon_other_best(progress)
+            messages += f"{self._describe_best(progress)}\n"
+        measured = show_best(progress.metrics, config.keep_best)
+        messages += (
+            f"done: {count(progress.step, 'step')}, {measured}{memory}; in {self.run_dir}: "
+            f"weights, metrics, checkpoints{names}"
+        )
+        if next_command:
+            messages += f"\nnext: {next_command}"
+        say(messages)
+        finish_mirror()
+        with failing_together(self.accelerator, f"{self.run_dir} cannot be written", RunFailure):
+            if self.accelerator.is_main_process:
+                write_durably(self.run_dir / "DONE", b"")
+
+    def _describe_best(self, progress: Progress) -> str:
+        """One sentence that says which evaluation was the best and where its weights are."""
+        step = progress.best_step
+        name, _ = metric_and_direction(self.config.keep_best or "")
+        best = self._best_value(progress)
+        if best is None:
+            return f"no evaluation gave a finite {name}: nothing was kept for it"
+        checkpoint = f"checkpoints/{step_name(step)}"
+        where = "no longer on disk"
+        if self._is_best_file_of(step):
+            where = "in best.safetensors"
+        elif (self.run_dir / checkpoint).exists():
+            where = f"in {checkpoint}"
+        value = show(name, best)
+        return f"{name} was best at step {step}, {value}: those weights are {where}"
+
+    def _best_value(self, progress: Progress) -> float | None:
+        """The best value of the metric of --keep-best; None if no evaluation gave a finite one."""
+        name, direction = metric_and_direction(self.config.keep_best or "")
+        return progress.best if progress.best_name == f"{name}:{direction}" else None
+
+    def _is_best_file_of(self, step: int) -> bool:
+        """Is there a best.safetensors that was written at this step?"""
+        path = self.run_dir / "best.safetensors"
+        with suppress(UsageError), as_usage_error(f"{path} cannot be read"):
+            return path.exists() and records.read_metadata(path)["step"] == step
+        return False
+
+    def _abandon_other_best(self, progress: Progress) -> None:
+        """Rename best.safetensors if it is not that of the best evaluation.
+
+        It belongs to another step if the run was resumed from a checkpoint older than the file.
+        """
+        path = self.run_dir / "best.safetensors"
+        if not self.accelerator.is_main_process or self._best_value(progress) is None:
+            return
+        if path.exists() and not self._is_best_file_of(progress.best_step):
+            rename_free(path, f"abandoned-{path.name}")
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
+        path = self.run_dir / name
+        main = self.accelerator.is_main_process
+        # One by one, because the main process may not have the memory for a sharded model.
+        names, _ = layout(tensors, {"trainkit": metadata})
+        rows = (shards.gathered(tensors[key], keep=main) for key in names)
+        with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
+            try:
+                if main:
+                    write_tensors(path, tensors, metadata, rows)
+            finally:
+                for _ in rows:  # every process gathers all of them, even if the disk is full
+                    pass
+
+    def _write_model(self, name: str, model: nn.Module, more: dict[str, Any]) -> None:
+        tensors = model.state_dict() if self.save_frozen else self.frozen.state_of(model)
+        self._write(name, tensors, self.metadata | more)
+
+    def _write_models(self, name: str) -> None:
+        for number, model in enumerate(self.models):
+            self._write_model(numbered(name, number), model, {})
+
+
+def check_predictions(
+    predictions: dict[str, Any] | None, metadata: dict[str, Any]
+) -> Predictions | None:
+    """Return the predictions as tensors. They are checked in every epoch, not only at the end."""
+    with as_usage_error("run.end_epoch(...) got predictions, or metadata, that cannot be written"):
+        tensors = {name: torch.as_tensor(value) for name, value in (predictions or {}).items()}
+        layout(tensors, {"trainkit": metadata})
+    return None if predictions is None else (tensors, metadata)

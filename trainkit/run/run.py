@@ -1,0 +1,550 @@
+"""One run, from launch to exit: everything around the training loop, which the script contains.
+
+A script calls load and begin. Then, in each of epochs(): for each batch of steps() it calls
+step_mean, clip_and_check, add, end_step and, if that returns True, save; then end_epoch. At last it
+calls finish. main() of train_mnist.py shows them all.
+
+The script passes one value for each sample (or token), and Run computes the means over processes
+and micro-batches. Run never calls the model, backward or step, never looks into a batch, and does
+not know what a metric means. Read next: step.py (one step), numbers/loaders.py (which samples),
+numbers/counts.py (what a mean is divided by) and checkpoints/ (save and resume).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainkit.checkpoints.contents import Contents
+from trainkit.checkpoints.facts import Facts
+from trainkit.checkpoints.fingerprint import fingerprint_run
+from trainkit.checkpoints.frozen import Frozen
+from trainkit.checkpoints.save import Checkpoints, start_from
+from trainkit.config import TrainingConfig
+from trainkit.launch.patience import say_what_takes_long, start_beating, wait_for_all
+from trainkit.launch.run_folder import borrow_run_folder, open_run
+from trainkit.launch.signals import Signals
+from trainkit.launch.startup import same_bits
+from trainkit.numbers.means import RunningMeans, Selection
+from trainkit.numbers.position import Length
+from trainkit.run import evaluation
+from trainkit.run.calls import (
+    IN_BATCH,
+    NEXT_BATCH,
+    allowed,
+    need,
+    need_gradients,
+    out_of_order,
+)
+from trainkit.run.data import WatchedSets, load_checked, random_collation
+from trainkit.run.ema import EMA
+from trainkit.run.evaluating import Evaluating
+from trainkit.run.plan import describe_plan
+from trainkit.run.prepared import Prepared, check_loader
+from trainkit.run.profile import Profile
+from trainkit.run.results import Results, check_predictions
+from trainkit.run.session import (
+    leave_dry_run,
+    leave_processes,
+    leave_stopped,
+    start_accelerator,
+)
+from trainkit.run.step import CountValues, Step
+from trainkit.run.variables import Variables
+from trainkit.text import check_json
+
+# Where the generators are seeded for what the script draws outside of a batch.
+AFTER_BEGIN, IN_EPOCH, IN_EVALUATION = "after begin", "in epoch", "in evaluation"
+
+
+class Run:
+    """A context manager. Every process must make every call, in the order given above.
+
+    A call out of order raises RuntimeError, which names the call that comes next. However the body
+    ends, signal handlers are restored and the run folder is released. There may be one model and
+    optimizer or several, with their schedules; all must go through accelerator.prepare.
+    --start-from and --keep-best apply to the first model. Trackers show the run under `project`.
+
+    Attributes:
+        stage: which calls may come next: see run/calls.py.
+        resources: what is cleaned up at the end.
+        log: a Reporter, which writes metrics.jsonl and timing.jsonl.
+        print: prints on the main process.
+        sets: the training set and the evaluation set.
+        watched_sets: the same; it tells if the loop changes them.
+        variables: of the script; it tells if the loop changes what no checkpoint holds.
+        data_fingerprint: the hash of both.
+        data_plan: lines about random numbers that do not follow from the seed.
+        length: how long the run is in steps, and when it evaluates.
+        prepared: what went through accelerator.prepare.
+        models: the models without the wrappers of DDP and torch.compile.
+        results: writes the files that the run leaves.
+        progress: where the run stands: progress.step, and progress.epoch, completed ones.
+        step: the current Step.
+        evaluating: looks at the functions of evaluate and predict.
+        profile: what --profile measures.
+        means: of the values given to run.add.
+    """
+
+    def __init__(self, config: TrainingConfig, project: str):
+        self.config = config
+        self.project = project
+        self.stage = "new"
+        self.resources = ExitStack()
+
+    def __enter__(self) -> "Run":
+        need(self, "`with run`", "new")
+        config = self.config
+        self.accelerator, self.log = start_accelerator(config, self.project)
+        self.print = self.log.print
+        self.resources.callback(lambda: self.log.bar.close())
+        self.signals = Signals(self.accelerator, config.time_limit)
+        self.resources.callback(self.signals.restore)
+        self.resources.callback(start_beating(self.accelerator))
+        self.resources.callback(
+            say_what_takes_long(self.accelerator, lambda: self.signals.stepping)
+        )
+        if config.deterministic:
+            self.resources.enter_context(same_bits())
+        set_seed(config.seed)
+        self.stage = "entered"
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        with self.resources:
+            leave_processes(self.accelerator, self.signals, error, is_over=self.stage == "over")
+            if error is None:
+                need(self, "the end of `with Run(...)`", "over")
+
+    @allowed("entered", then="loaded")
+    def load(self, load_data: Callable[[TrainingConfig], tuple]) -> tuple:
+        """Return load_data(config): the training set, the evaluation set, and anything else.
+
+        One process per file system calls it first, to fill caches.
+        """
+        loaded = load_checked(self.accelerator, self.config, load_data)
+        data, self.data_fingerprint, self.data_plan = loaded
+        self.sets = data[:2]
+        self.length = Length(self.config, len(data[0]))
+        self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler
+        set_seed(self.config.seed)  # so that the initial weights depend only on --seed
+        return data
+
+    @allowed("loaded", then="ready")
+    def begin(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        metadata: dict[str, Any],
+        plan: dict[str, str] | None = None,
+        save_frozen: bool = True,
+        fixed: dict[str, nn.Module | str | Path] | None = None,
+    ) -> None:
+        """Print the plan, lock the run folder, load the checkpoint. Call after accelerator.prepare.
+
+        Args:
+            model: what accelerator.prepare returned for the model, or for each of them.
+            metadata: what a reader of model.safetensors needs, as JSON; equal on a resume.
+            plan: lines to print, by name, for example where the data come from.
+            save_frozen: False leaves frozen weights out of the files that the run writes.
+            fixed: modules, files and folders that are used and not trained, such as a teacher, by
+                name. Their content is compared between processes and on a resume.
+        """
+        self.prepared = Prepared(self.accelerator, model)
+        self.models = self.prepared.models
+        self.frozen = Frozen(self.models)
+        facts = Facts(
+            self.accelerator,
+            self.config,
+            self.sets,
+            self.data_fingerprint,
+            self.length,
+            self.prepared,
+        )
+        self._describe(facts, plan or {})
+        if self.config.dry_run:
+            self._begin_dry_run()
+        self.results = Results(
+            self.accelerator, self.config, self.models, metadata, self.frozen, save_frozen
+        )
+        started_from, weights_hash = start_from(self.accelerator, self.config, self.models[0])
+        fingerprint = fingerprint_run(facts, metadata, weights_hash, fixed or {})
+        self.frozen.watch()
+        self._make_what_steps_change()
+        self._open_folder(fingerprint, fixed or {})
+        self._resume()
+        if self.progress.step == 0 and started_from:
+            self.print(started_from)
+        self._start()
+
+    def _describe(self, facts: Facts, plan: dict[str, str]) -> None:
+        """Print the plan."""
+        lines = plan | self.data_plan | random_collation(self.accelerator)
+        self.print(describe_plan(facts, lines))
+
+    def _make_what_steps_change(self) -> None:
+        """Make the parts that a step works with, and those that a checkpoint holds of it."""
+        self.step = Step(
+            self.accelerator,
+            self.config,
+            self.signals,
+            self.models,
+            self.length,
+            self.prepared.wrapped,
+            self.print,
+        )
+        self.resources.callback(self.step.release)
+        self.evaluating = Evaluating(self.accelerator.device, self.print)
+        # What the script has done to them until here, a resume does again.
+        self.watched_sets = WatchedSets(self.sets)
+        self.means = RunningMeans(self.accelerator, self.signals.gather)
+        self.ema = EMA(self.models, self.config.ema)
+
+    def _open_folder(self, fingerprint: dict[str, Any], fixed: dict[str, Any]) -> None:
+        """Open the mirror and the checkpoints, and lock the run folder."""
+        contents = Contents(self.accelerator, self.frozen, self.ema.values, fixed, fingerprint)
+        self.checkpoints = Checkpoints(
+            self.accelerator, self.config, fingerprint, self.log.tracker, self.means, contents
+        )
+        # Only now, as --mirror may have refused this run: it moves an earlier run aside.
+        if lock := open_run(self.accelerator, self.config):
+            self.resources.callback(lock.release)
+        self.resources.callback(self.checkpoints.commits.close)
+        self.variables = Variables(self.accelerator, contents.registered.things)
+
+    def _resume(self) -> None:
+        """Load the checkpoint of --resume, if there is one."""
+        with self.ema.trained_weights():
+            self.progress = self.checkpoints.resume(self.config.resume, self.length.last_step)
+
+    def _start(self) -> None:
+        """Write run.json, and start what watches the steps."""
+        self.results.write_start()  # only now: a refused resume leaves DONE and run.json
+        flags = {name: str(value) for name, value in vars(self.config).items()}
+        self.accelerator.init_trackers(self.project, flags)
+        num_steps = self.length.last_step - self.progress.step
+        self.profile = Profile(self.accelerator, self.config, num_steps, self.print)
+        self.resources.callback(self.profile.close)
+        self.step.seed_outside(AFTER_BEGIN)
+
+    def _begin_dry_run(self) -> None:
+        """Do all that a run does, up to a batch of its first evaluation, in a borrowed folder."""
+        self.resources.callback(borrow_run_folder(self.config).cleanup)
+        self.log.tracker.write_into(self.config.run_dir)
+        self.length.last_step = 1
+
+    def _end_dry_run(self, tried: str) -> None:
+        self.stage = "over"
+        leave_dry_run(self.log, tried)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """A dict for the script, JSON, equal on all processes; saved, and restored by begin()."""
+        need(self, "run.state", "ready", "epoch", *IN_BATCH, "trained", "over")
+        return self.progress.state
+
+    @allowed("ready")
+    def epochs(self) -> Iterator[int]:
+        """Yield the number of the current epoch, from 0; with --eval-every once per evaluation.
+
+        The body must run steps() to its end and then call end_epoch(). stop() ends the run early.
+        """
+        while not self.length.is_over(self.progress) or self.length.must_evaluate(self.progress):
+            self._wait_for_all()
+            self.step.seed_outside(IN_EPOCH, self.progress.epoch)
+            self.stage = "epoch"
+            yield self.progress.epoch
+            need(self, "the next epoch", "ready")
+
+    def _wait_for_all(self) -> None:
+        """Wait for a process that draws, writes or prepares something alone: see patience.py."""
+        wait_for_all(self.accelerator, self.config.time_limit)
+
+    @allowed("epoch")
+    def steps(self, loader: DataLoader, count: CountValues | None = None) -> Iterator[Any]:
+        """Yield this process's share of each training batch, up to the next evaluation.
+
+        A process without a sample of a short batch gets a padding sample; num_samples is then 0.
+        The body must end with `if run.end_step(): run.save()`; a `continue` before that, and
+        `break`, raise RuntimeError. An exception or a second Ctrl-C ends the run without saving. At
+        the end a checkpoint is saved, which becomes durable while the script evaluates; with
+        --save-every only at its steps and at the end of the run. A run that is resumed from it
+        evaluates first.
+
+        count: needed for means with a mask or weights with --accumulate above 1, used only then:
+            count(micro_batch) returns how many values its mean is over, or a dict of the numbers
+            of several means by name. All micro-batches of a step are read before it.
+        """
+        progress = self.progress
+        num_done = self.length.num_done(progress)
+        batches = check_loader(self.accelerator, loader, "run.steps(...)", to_train=True)
+        self.prepared.check_unchanged(progress.state)
+        self.checkpoints.contents.registered.check_late()
+        batches.set_position(progress.epoch, num_done)
+        self.variables.start()
+        self.log.start(progress, num_done, self.length.last_step)
+        self.step.mistakes.start_epoch(is_new=progress.step_in_epoch == 0)
+        for note in self.watched_sets.note_epoch(progress.epoch):
+            self.print(note)
+        with self.ema.trained_weights(), batches.read_by_run():
+            self.checkpoints.restore(progress)
+            if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
+                yield from self._steps_to_evaluation(loader, count)
+            self.step.check_weights()
+            self.log.end_row()
+            self.profile.end()
+            self.log.stop()
+            if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
+                self.checkpoints.save(progress)
+                self._say_what_changed(is_epoch_over=True)
+        self.log.start_evaluation()
+        self.step.seed_outside(IN_EVALUATION, progress.epoch, progress.step_in_epoch)
+        self.stage = "trained"
+
+    def _say_what_changed(self, is_epoch_over: bool = False) -> None:
+        notes = self.variables.notes(is_epoch_over)
+        if self.accelerator.is_main_process:
+            notes += self.watched_sets.notes()
+        for note in notes:
+            self.print(note)
+
+    def _is_due(self) -> bool:
+        """Is a checkpoint due with this evaluation, whatever its metrics are?"""
+        progress, every = self.progress, self.config.save_every
+        if self.config.dry_run:
+            return False
+        return not every or progress.step % every == 0 or self.length.is_over(progress)
+
+    def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
+        progress = self.progress
+        length = self.length
+        batches = self.profile.read(iter(loader))
+        while length.num_in_step(progress):
+            before = progress.step
+            self.step.start(progress)
+            micro_batches: Iterable[Any] = islice(batches, self.step.num_micro_batches)
+            if count and self.config.accumulate > 1:
+                micro_batches = list(micro_batches)
+                self.step.count_ahead(count, micro_batches)
+            for micro_batch in micro_batches:
+                self.step.start_micro_batch(loader)
+                self.stage = "batch"
+                yield micro_batch
+                need(self, NEXT_BATCH, "counted")
+            if before < progress.step == self.checkpoints.saved_step:  # fp16 may have skipped it
+                self.prepared.check_unchanged(progress.state)
+                self.checkpoints.check_unchanged()
+            if length.is_over(progress) or length.must_evaluate(progress):
+                break
+        loader.end()  # tells Accelerate that this loader is not read further
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples this process has in the current batch; 0: only padding, which counts 0.
+
+        Also in the functions of evaluate and predict.
+        """
+        if self.stage in ("ready", "epoch", "trained") and self.evaluating.num_samples is not None:
+            return self.evaluating.num_samples
+        need(self, "run.num_samples", *IN_BATCH)
+        return self.step.num_samples
+
+    @allowed(*IN_BATCH, then="backward")
+    def step_mean(
+        self,
+        values: Tensor,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+        over: str | None = None,
+    ) -> Tensor:
+        """The mean of `values` over the whole step, for accelerator.backward: see Step.mean.
+
+        A loss may be the sum of several means, each over what its own mask or weights select. Every
+        process must make the same calls; where nothing counts, with a mask that is all False.
+        """
+        return self.step.mean(values, mask, weights, over)
+
+    @allowed("backward", "checked")
+    def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
+        """Clip the gradients and check that they are finite: see Step.clip_and_check.
+
+        Call it before optimizer.step(). Inside an accumulation window it does nothing.
+        """
+        if self.accelerator.sync_gradients:
+            self.step.clip_and_check(*optimizers)
+            self.stage = "checked"
+
+    @allowed(*IN_BATCH)
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        """The rows of the whole batch, and where this process's rows start: see Step.gather."""
+        return self.step.gather(rows)
+
+    @allowed(*IN_BATCH)
+    def add(self, mask: Selection = None, weights: Selection = None, **values: Tensor) -> None:
+        """Add values of this process's batch to the means in metrics.jsonl, without waiting.
+
+        They are unreduced, as in step_mean. Their means over all processes are logged as train_NAME
+        at each evaluation; those whose name begins with "loss" also every --log-every steps.
+
+        mask, weights: a tensor for all values, or a dict with one for some of the names.
+        """
+        self.means.add_all(self.step.sums(values, mask, weights))
+
+    @allowed(*IN_BATCH, "trained")
+    def stop(self) -> None:
+        """End the run after this step and its evaluation; a resume does not continue it."""
+        self.progress.ended = True
+
+    @allowed("backward", "checked")
+    def end_step(self) -> bool:
+        """Finish the step: count it, average the weights, log. Return True if save() is due.
+
+        It is due every --save-every steps and after a signal to any process, on all processes
+        alike. It is not due inside an accumulation window, or if end_epoch() comes next and saves.
+        """
+        is_last = self.accelerator.sync_gradients
+        if is_last:
+            need_gradients(self)
+        self.step.finish_micro_batch(is_last)
+        is_due = is_last and self._finish_step()
+        self.stage = "must save" if is_due else "counted"
+        return is_due
+
+    def _finish_step(self) -> bool:
+        progress = self.progress
+        length = self.length
+        every = self.config.save_every
+        progress.step_in_epoch += 1
+        is_watched = self.step.mistakes.num_left > 0
+        if not self.step.finish():  # fp16 overflowed
+            progress.num_skipped += 1
+            self.profile.end_step(was_skipped=True)
+            return False
+        if is_watched:  # a mistake is told now, and not after an epoch
+            self.checkpoints.contents.check()
+        progress.step += 1
+        self.ema.update(progress.step)
+        self.profile.end_step()
+        self.log.bar.update()
+        self.log.end_row()  # of an earlier step, which a device has done meanwhile
+        if progress.step % length.log_every == 0:
+            self.log.start_row(progress, self.means, self.step.rates, self.step.norms)
+        self.log.say_where(progress.epoch, length.num_done(progress), length.num_used)
+        if length.is_over(progress):
+            return False
+        due = every and progress.step % every == 0 and not length.must_evaluate(progress)
+        return self.signals.requested(self.checkpoints.commits.failed()) or bool(due)
+
+    @allowed("must save", then="counted")
+    def save(self) -> None:
+        """Save a checkpoint with accelerator.save_state; after a signal exit with code 75."""
+        if self.signals.stopping:
+            self.profile.close()  # to say what it saw may take seconds
+        self.profile.pause()
+        with self.ema.trained_weights():
+            self.step.check_weights()
+            self.log.end_row()
+            self.checkpoints.save(self.progress)
+        self._say_what_changed()
+        self.prepared.note(self.progress.state)
+        if self.signals.stopping:
+            self.checkpoints.commits.wait()
+            self.checkpoints.wait_for_mirror(self.config.timeout)
+            self.stage = "over"
+            leave_stopped(self.signals, self.log, self.progress.step)
+
+    @allowed("ready", "epoch", "trained")
+    def evaluate(
+        self, loader: DataLoader, compute_losses: Callable[[Any], dict[str, Tensor]]
+    ) -> dict[str, float]:
+        """Return eval_NAME: the mean of each value of compute_losses(batch). See evaluation.py."""
+        return self._evaluate(evaluation.evaluate, loader, compute_losses)
+
+    @allowed("ready", "epoch", "trained")
+    def predict(self, loader: DataLoader, function: Callable[[Any], Any]) -> Any:
+        """Return what function(batch) gives for each sample of the evaluation set, in its order.
+
+        Each sample comes once, on every process: see evaluation.predict.
+        """
+        return self._evaluate(evaluation.predict, loader, function)
+
+    def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
+        # Only then can a checkpoint record that this evaluation is still to be done.
+        stopping = self.signals.requested if self.stage == "trained" else lambda: False
+        is_dry = self.config.dry_run and self.stage == "trained"
+        if is_dry:
+            stopping = lambda: True  # noqa: E731  after a batch
+        collected = collect(self.accelerator, loader, function, stopping, self.evaluating)
+        if is_dry:
+            self._end_dry_run("a batch of the evaluation")
+        if self.signals.stopping:
+            self.stage = "must save"
+            self.save()
+        return collected
+
+    @allowed("trained", then="ready")
+    def end_epoch(
+        self,
+        metrics: dict[str, Any],
+        predictions: dict[str, Tensor] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Log and print an evaluation, with the same metrics on all processes.
+
+        A checkpoint of the best step of --keep-best is saved, unless run.steps(...) has saved it.
+        The predictions of the last evaluation and `metadata` go to predictions.safetensors.
+        """
+        self._wait_for_all()
+        if self.config.dry_run:
+            self._end_dry_run("an evaluation")
+        progress, length = self.progress, self.length
+        check_json("run.state", progress.state)
+        predicted = check_predictions(predictions, metadata or {})
+        self.step.mistakes.check_schedules(progress.step + progress.num_skipped)
+        num_done = length.num_done(progress)
+        if progress.step_in_epoch == length.steps_per_epoch:
+            progress.epoch += 1
+            progress.step_in_epoch = 0
+        self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
+        if progress.step_in_epoch == 0:  # otherwise the epoch continues, perhaps after a resume
+            self.means.clear()
+            self.step.mistakes.say_notes()
+        # Both before a checkpoint that records this evaluation as done.
+        is_best, unknown_metric = self.results.write_best(progress)
+        if length.is_over(progress):
+            self.results.write_predictions(predicted)
+        is_saved = self.checkpoints.saved_step == progress.step
+        if not is_saved and (is_best or unknown_metric or self._is_due()):
+            self.stage = "must save"
+            self.save()
+        if unknown_metric:  # raised after saving, so that the epoch is not lost
+            self.checkpoints.commits.wait()
+            raise unknown_metric
+        self.prepared.note(progress.state)
+        self.watched_sets.keep_epochs()
+
+    def finish(self, next_command: str = "") -> dict[str, float]:
+        """Write weights, pictures and, last, DONE; return the metrics of the last evaluation.
+
+        next_command is printed last, as the command that the user may run next.
+        """
+        if self.stage != "ready" or not self.length.is_over(self.progress):
+            raise out_of_order("run.finish()", self.stage)
+        self._wait_for_all()
+        self.checkpoints.commits.wait()
+        memory = self.log.log_memory(self.progress.step)
+        self.results.finish(
+            self.progress,
+            self.ema.trained_weights,
+            memory,
+            next_command,
+            self.print,
+            self.checkpoints.finish_mirror,
+        )
+        self.stage = "over"
+        return dict(self.progress.metrics)

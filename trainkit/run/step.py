@@ -1,0 +1,355 @@
+"""The current optimizer step: its number of samples, its means and its gradients."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from trainkit.checkpoints import sharded as shards
+from trainkit.config import TrainingConfig
+from trainkit.errors import UsageError
+from trainkit.launch import together
+from trainkit.launch.signals import Signals
+from trainkit.numbers.counts import CountValues, Divisors
+from trainkit.numbers.loaders import share_of_batch
+from trainkit.numbers.means import Selection, exact_type, select, sum_and_count
+from trainkit.numbers.mixing import key
+from trainkit.numbers.optim import clip_gradients, learning_rates
+from trainkit.numbers.position import Length, Progress
+from trainkit.numbers.rng import Dropout, release_dropout, seed_dropout, seed_generators
+from trainkit.repairs.fixes import end_with_this_batch, take_loss_scale
+from trainkit.repairs.names import prepared_optimizers
+from trainkit.run.buffers import Buffers
+from trainkit.run.compiling import Compiling
+from trainkit.run.finite import FiniteGuard
+from trainkit.run.mistakes import Mistakes
+from trainkit.run.outer import check_outer
+from trainkit.run.values import EqualSizes, check_rows, check_tensor
+
+CALL = "run.step_mean(...)"
+
+
+class Step:
+    """The state of the current optimizer step. Run starts and finishes it.
+
+    Attributes:
+        rates: the learning rate of each optimizer in the step.
+        description: the number of the step and its learning rate, for error messages.
+        num_in_step: samples in the step, over all processes and micro-batches.
+        num_done_in_step: how many of them are in micro-batches before the current one.
+        num_samples: samples of this process in the current micro-batch; 0: only padding.
+        losses: this process's share of each mean of the micro-batch: its sum, divided by what the
+            whole mean is divided by; FiniteGuard reads them.
+        buffers: which ones forward changes from its own share.
+        divisors: what its means are divided by.
+        sizes: of values without a mask, which must be equal in the whole step.
+        compiling: lets models be compiled in the first whole step alone, and says when CUDA graphs
+            may use their memory again.
+        norms: of the gradients, before they are clipped, by their names in metrics.jsonl.
+        clipped, stepped: the optimizers that may be stepped now, and those already stepped.
+        depths: how many calls of the step of an optimizer are within each other now.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: TrainingConfig,
+        signals: Signals,
+        models: Sequence[nn.Module],
+        length: Length,
+        wrapped: Sequence[nn.Module] = (),
+        say: Callable[[str], object] = print,
+    ):
+        self.accelerator, self.config, self.signals = accelerator, config, signals
+        self.length = length
+        self.sharded = models if accelerator.is_fsdp2 else ()
+        layers = (layer for model in models for layer in model.modules())
+        self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
+        self.optimizers = prepared_optimizers(accelerator)
+        self.guard = FiniteGuard(accelerator)
+        self.mistakes = Mistakes(accelerator, config.accumulate, wrapped, say)
+        self.buffers = Buffers(accelerator, models, config.accumulate, say)
+        # Samples per micro-batch, over all processes.
+        self.micro_batch_size = config.batch_size // config.accumulate
+        self.seed_key: tuple[int, ...] = ()
+        self.description = ""
+        self.rates: dict[str, float] = {}
+        self.norms: dict[str, torch.Tensor] = {}
+        self.num_in_step = self.num_done_in_step = self.num_samples = 0
+        self.losses: list[torch.Tensor] = []
+        self.divisors = Divisors(accelerator, config.accumulate)
+        self.sizes = EqualSizes()
+        # Whether a mean goes over several processes or micro-batches, so that sizes must be equal.
+        self.is_shared = accelerator.num_processes * config.accumulate > 1
+        self.clipped: set[torch.optim.Optimizer] = set()
+        self.stepped: set[torch.optim.Optimizer] = set()
+        self.depths: Counter[torch.optim.Optimizer] = Counter()
+        for optimizer in self.optimizers:
+            optimizer.optimizer.register_step_pre_hook(self.check_clipped)
+            optimizer.optimizer.register_step_post_hook(self.leave_step)
+        self.update_scale = take_loss_scale(accelerator)
+        self.compiling = Compiling(accelerator, say)
+
+    def start(self, progress: Progress) -> None:
+        """Start the step after this position of the run."""
+        self.num_in_step = self.length.num_in_step(progress)
+        self.seed_key = self.config.seed, progress.epoch, progress.step_in_epoch
+        self.rates = learning_rates(self.optimizers)
+        self.norms = {}
+        self.description = (
+            f"step {progress.step + 1}, learning rate {self.rates['learning_rate']:.4g}"
+        )
+        self.num_done_in_step = 0
+        # A short step may have fewer: what a script adds to the loss keeps its weight.
+        self.accelerator.gradient_accumulation_steps = self.num_micro_batches
+        self.sizes.start_step()
+        self.compiling.start_step(self.num_in_step == self.config.batch_size)
+
+    def seed_outside(self, place: str, *position: int) -> None:
+        """Seed what the script draws where no batch is, so that a resume draws the same there."""
+        seed_generators(self.accelerator.device, key(place, self.config.seed, *position))
+
+    @property
+    def num_micro_batches(self) -> int:
+        """How many there are in this step, which has fewer if it is short."""
+        return -(-self.num_in_step // self.micro_batch_size)
+
+    def count_ahead(self, count: CountValues, micro_batches: Sequence[Any]) -> None:
+        """Add up count(micro_batch), by name, over the micro-batches of the step and the processes.
+
+        Every process must call this.
+        """
+        rank = self.accelerator.process_index
+        firsts = range(0, self.num_in_step, self.micro_batch_size)
+        has_samples = [self.rows_of(rank, first)[1] > 0 for first in firsts]
+        self.divisors.count_ahead(count, micro_batches, has_samples)
+
+    def start_micro_batch(self, loader: DataLoader) -> None:
+        """Seed the random numbers of the next forward pass by where it is in the step."""
+        end_with_this_batch(
+            loader, self.num_done_in_step + self.micro_batch_size >= self.num_in_step
+        )
+        start, self.num_samples = self.rows_of(
+            self.accelerator.process_index, self.num_done_in_step
+        )
+        first = self.num_done_in_step + start
+        device = self.accelerator.device
+        seed_dropout(self.dropouts, device, first, *self.seed_key, num_samples=self.num_samples)
+        # All other random numbers, those of nn.Dropout too, depend on `first` and so on the number
+        # of processes and micro-batches. Samples that are made meanwhile reseed those of the host.
+        seed_generators(device, key("batch", *self.seed_key, first))
+        self.losses = []
+        if self.mistakes.num_left:
+            self.buffers.start_micro_batch()
+
+    def rows_of(self, rank: int, num_done_in_step: int) -> tuple[int, int]:
+        """Return where the rows of a process start in a micro-batch, and their number.
+
+        num_done_in_step: samples of the step that come before this micro-batch.
+        """
+        num = min(self.micro_batch_size, self.num_in_step - num_done_in_step)
+        slots = self.micro_batch_size // self.accelerator.num_processes
+        start, stop = share_of_batch(num, self.micro_batch_size, rank * slots, (rank + 1) * slots)
+        return start, stop - start
+
+    def mean(
+        self,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        over: str | None = None,
+    ) -> torch.Tensor:
+        """This process's share of the mean of `values` in the step, for accelerator.backward.
+
+        The gradient becomes that of the mean over the whole step, over all processes and
+        micro-batches: DDP, or FSDP2, divides by the number of processes and Accelerate by that of
+        micro-batches, so this multiplies by both. A value that is not finite gives NaN gradients
+        on all processes. A padding sample, of a process that has none, counts nothing.
+
+        Args:
+            values: (samples, ...), the losses of this process's batch, with reduction="none";
+                without mask or weights the mean is over all dimensions.
+            mask: bool, True for the values that count, such as the tokens of an answer.
+            weights: float, the weight of each value: the mean is sum(weights * values) /
+                sum(weights) over the whole step. With mask or weights, `values` may have any shape,
+                the same as theirs. If nothing counts, the gradient is 0.
+            over: the name by which count=, of run.steps, returns how many values count.
+
+        Raises RuntimeError if values are already reduced, or are not of this batch, and UsageError
+        for a mask or weights with --accumulate above 1 without count=.
+        """
+        selection = weights if mask is None else mask
+        is_padding = self.num_samples == 0
+        check_tensor(CALL, values)
+        if self.mistakes.num_left:
+            check_outer(CALL, values)
+        total, count = sum_and_count(CALL, values, mask, weights, is_padding)
+        if selection is None:
+            self._check(CALL, values, len(self.losses))
+            count = self.num_in_step * values.shape[1:].numel()
+        divisor = self.divisors.of(
+            count, selection, over, self.num_done_in_step // self.micro_batch_size
+        )
+        share = total.detach() / divisor
+        self.losses.append(share)
+        scale = self.accelerator.num_processes * self.num_micro_batches / divisor
+        # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
+        mean = total * (scale + 0 * share)
+        self.mistakes.watch_mean(mean, values)
+        return mean
+
+    def sums(
+        self, values: dict[str, torch.Tensor], mask: Selection, weights: Selection
+    ) -> Iterator[tuple[str, torch.Tensor, int | torch.Tensor]]:
+        """Yield name, sum and number of each of these values of run.add: see means.select."""
+        is_padding = self.num_samples == 0
+        dtype = exact_type(self.accelerator.device)
+        for name, value, selection in select("run.add(...)", values, mask, weights):
+            call = f"run.add({name}=...)"
+            check_tensor(call, value)
+            if self.mistakes.num_left:
+                check_outer(call, value)
+            if not selection:
+                self._check(call, value)
+            total, count = sum_and_count(
+                call, value.detach(), **selection, is_padding=is_padding, dtype=dtype
+            )
+            yield name, total, count
+
+    def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
+        """Clip the gradients to --clip-norm; stop all processes if they are not finite.
+
+        On a GPU this is noticed one step later, but always before a checkpoint. Several optimizers
+        in one call are clipped by the joint norm of their gradients. Every process must call this.
+        Raises RunFailure on all of them.
+        """
+        for optimizer in optimizers:
+            if optimizer not in self.optimizers:
+                raise RuntimeError(
+                    f"run.clip_and_check(...) got a {type(optimizer).__name__} that "
+                    "accelerator.prepare did not return: prepare every optimizer, or a resume "
+                    "loses its state, and pass several as *optimizers"
+                )
+        # If another process died, waiting for the device would never end; these waits time out.
+        if self.accelerator.scaler is None:
+            self.signals.wait()  # the guard reads the norm of the previous step
+        else:
+            self.signals.barrier()  # GradScaler reads the gradients of this step
+        norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
+        number = min(map(self.optimizers.index, optimizers))
+        self.norms[f"grad_norm_{number}" if number else "grad_norm"] = norm.detach()
+        self.clipped |= {optimizer.optimizer for optimizer in optimizers}
+        self.mistakes.look_at_gradients(*optimizers)
+        self.guard.check(norm, self.losses, self.description)
+
+    def finish_micro_batch(self, is_last: bool) -> None:
+        """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
+        self.mistakes.finish_micro_batch(is_last, self.num_micro_batches)
+        if self.mistakes.num_left:
+            self.buffers.finish_micro_batch()
+        self.num_done_in_step = min(self.num_done_in_step + self.micro_batch_size, self.num_in_step)
+        if is_last != (self.num_done_in_step == self.num_in_step):
+            raise RuntimeError(
+                "the optimizer was not stepped after the last micro-batch of --accumulate and no "
+                "other: put the body of run.steps(...) inside `with accelerator.accumulate(model)`"
+            )
+
+    def finish(self) -> bool:
+        """Update the loss scale; return False if fp16 skipped the step because it overflowed."""
+        self.compiling.finish_step(self.num_in_step == self.config.batch_size)
+        self.update_scale()
+        # Of an optimizer that was not stepped now, step_was_skipped is that of an earlier step.
+        skipped = any(o.step_was_skipped for o in self.optimizers if o.optimizer in self.clipped)
+        self.guard.count_skipped(skipped, self.losses)
+        if self.clipped - self.stepped and not skipped:
+            raise RuntimeError("optimizer.step() is missing after run.clip_and_check(optimizer)")
+        if self.mistakes.num_left:
+            self.sizes.check_processes(self.accelerator)
+            self.divisors.check()
+            self.buffers.finish_step()
+            self.mistakes.losses.finish_step()
+        if skipped:
+            self.mistakes.skip_step()
+        else:
+            self.mistakes.finish_step(self.stepped)
+            if not self.mistakes.num_left:
+                self.buffers.close()
+        self.clipped.clear()
+        self.stepped.clear()
+        return not skipped
+
+    def check_weights(self) -> None:
+        """Raise RunFailure on all processes unless the weights are finite and equal on all."""
+        self.signals.barrier()
+        self.sizes.check_processes(self.accelerator)
+        self.divisors.check()
+        self.guard.finish(*self.optimizers)
+
+    def release(self) -> None:
+        """Turn the dropout layers back into ordinary nn.Dropout, and compile as before."""
+        release_dropout(self.dropouts)
+        self.compiling.release()
+
+    def check_clipped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise RuntimeError if the gradients of an optimizer were not clipped before its step.
+
+        torch calls this before each step of an optimizer.
+        """
+        if self.depths[optimizer] == 0:  # a step may call that of the class it extends
+            self._check_step(optimizer)
+        self.depths[optimizer] += 1
+
+    def leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """torch calls this after each step of an optimizer."""
+        self.depths[optimizer] -= 1
+
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self.clipped:
+            raise RuntimeError(
+                "optimizer.step() must come after run.clip_and_check(optimizer), which clips and "
+                "checks its gradients"
+            )
+        if optimizer in self.stepped:
+            raise RuntimeError(
+                "optimizer.step() was called twice in one step of the run, with the same "
+                "gradients: call it once, after run.clip_and_check(optimizer)"
+            )
+        self.mistakes.check_zeroed(optimizer)
+        shards.forget_whole_weights(self.sharded)
+        self.stepped.add(optimizer)
+
+    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the rows of the whole batch, of all processes, and where this process's start.
+
+        This is for losses that compare the samples of a batch with each other. Gradients flow back
+        to the process that a row came from. The row of padding is in no process's result. Every
+        process must call this. Raises UsageError with --accumulate above 1, and RuntimeError if the
+        rows are not those of this batch.
+
+        Args:
+            rows: (samples, ...) of this process's batch.
+        """
+        if self.config.accumulate > 1:
+            raise UsageError(
+                f"--accumulate {self.config.accumulate}: this loss compares the samples of a whole "
+                "batch with each other, and a micro-batch is not one: use --accumulate 1"
+            )
+        check_rows("run.gather(...)", rows, self.num_samples)
+        ranks = range(self.accelerator.num_processes)
+        starts, nums = zip(*(self.rows_of(rank, 0) for rank in ranks), strict=True)
+        first = min(starts[self.accelerator.process_index], self.num_in_step - 1)
+        return together.gather_rows(rows[: self.num_samples], nums), first
+
+    def _check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
+        """Raise RuntimeError unless values without a mask have a row for each sample, equal ones.
+
+        number: of equal calls in this micro-batch.
+        """
+        check_rows(call, values, self.num_samples)
+        if self.is_shared and self.num_samples:
+            self.sizes.check(call, values, number)

@@ -1,1 +1,0 @@
-"""A model that is sharded over the processes, and its checkpoints."""

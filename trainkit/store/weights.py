@@ -1,0 +1,115 @@
+"""Weights as safetensors files: written at the end of a run, read by --start-from."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.repairs.names import plain_name
+from trainkit.store.atomic import write_durably
+from trainkit.store.jsons import to_exact_json
+
+
+def numbered(name: str, number: int) -> str:
+    """model.bin, model_1.bin, model_2.bin, ...: how Accelerate names several files of a kind."""
+    stem, dot, ending = name.partition(".")
+    return f"{stem}_{number}{dot}{ending}" if number else name
+
+
+def write_tensors(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    metadata: dict[str, Any],
+    rows: Iterable[torch.Tensor] | None = None,
+) -> None:
+    """Write a safetensors file that loads in plain PyTorch.
+
+    `metadata` is saved as JSON in one entry, "trainkit". `rows` may give the content of the
+    tensors, in the order of layout().
+    """
+    write_durably(path, file_parts(tensors, {"trainkit": metadata}, rows))
+
+
+def file_parts(
+    tensors: dict[str, torch.Tensor],
+    entry: dict[str, Any],
+    rows: Iterable[torch.Tensor] | None = None,
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file, without a copy of those that lie in memory in order.
+
+    `entry` has one name and what is saved under it as JSON; safetensors writes several entries in
+    random order.
+    """
+    names, head = layout(tensors, entry)
+    yield head
+    for value in rows or (tensors[name] for name in names):
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def layout(tensors: dict[str, torch.Tensor], entry: dict[str, Any]) -> tuple[list[str], bytes]:
+    """Return the order of the tensors in a safetensors file, and its bytes before the first."""
+    # The library decides on the order and on the names of types, from tensors without elements.
+    empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    text = {name: to_exact_json(value) for name, value in entry.items()}
+    head = json.loads(save(empty, metadata=text)[8:])
+    names = [name for name in head if name in tensors]
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].numel() * tensors[name].itemsize
+        head[name] |= {"shape": [*tensors[name].shape], "data_offsets": [start, end]}
+    encoded = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return names, len(encoded).to_bytes(8, "little") + encoded
+
+
+def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors that share memory, as tied weights do, because safetensors refuses those."""
+    by_memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
+    owners = {*by_memory.values()}
+    return {n: (t if n in owners else t.clone()).contiguous() for n, t in tensors.items()}
+
+
+def check_weights_file(path: Path) -> None:
+    """Raise UsageError if the file of --start-from is not there or is not a safetensors file.
+
+    Only the names in it are read, so that this takes no time.
+    """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise UsageError(f"--start-from {path} cannot be read: it is not a file")
+    with as_usage_error(f"--start-from {path} cannot be read"), safe_open(path, "pt") as file:
+        file.keys()
+
+
+def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors of a safetensors file that fit the model, and a line about those that do not.
+
+    They must match in name, shape and kind of number. Raises UsageError if none does.
+    """
+
+    def kind(value: torch.Tensor) -> tuple:
+        return value.shape, value.is_complex(), value.is_floating_point()
+
+    with as_usage_error(f"--start-from {path} cannot be read"):
+        saved = {plain_name(name): value for name, value in load_file(path).items()}
+    state = model.state_dict()
+    fits = {
+        n: v.to(state[n].dtype)
+        for n, v in saved.items()
+        if n in state and kind(v) == kind(state[n])
+    }
+    if not fits:
+        raise UsageError(
+            f"--start-from {path}: none of its {len(saved)} tensors has the name, shape and kind "
+            f"of numbers of one of the model's, such as {next(iter(state))}"
+        )
+    missed = ", ".join(n for n in state if n not in fits) or "none"
+    unused = ", ".join(n for n in saved if n not in fits) or "none"
+    return fits, (
+        f"started from {path}: {len(fits)} of {len(state)} tensors matched; left as initialised: "
+        f"{missed}; not used: {unused}"
+    )
