@@ -5,19 +5,26 @@
    it in forked processes that meet over gloo, in a tenth of the time of a start; it may kill them
    or let their disk be full. `nursery.run(...)`, below it, is for files that always fork.
 2. In a fresh process: `run(script, *args)` is `python script`, to its end; `start` does not wait.
-   For what the start itself does. `in_fresh_process(code)` runs a few lines of Python.
+   For what the start itself does. `in_fresh_process(code)` runs a few lines of Python where no
+   test has changed anything.
 3. Through the launcher: `run(script, *args, config="2cpu")`, or `start`, as a person types it.
    For what the launcher hands on: the YAMLs, signals, nodes.
 
 The first that can see the fault is the right one: the second costs 5 s of CPU, the third 15.
+
+What forks is started once and stopped by the one that started it. The tests have the nursery, a
+process of their own that multiprocessing knows nothing of. multiprocessing's own server of forks
+belongs to trainkit/tools/rehearse: no test sets, stops or waits for it, because it ends only when
+every process that holds its pipe has ended. A test that takes longer than `faulthandler_timeout`
+in pyproject.toml ends the run with the stacks of all threads, so that what hangs is seen.
 """
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -26,7 +33,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +44,7 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "accelerate_configs"
 
 sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = str(ROOT)  # what the tests start in another folder finds the kit
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # two cores, and some tests start two processes
 OF_LAUNCHERS = "ACCELERATE_ OMPI_ MV2_ PMI_ MPI_ MASTER_ LOCAL_ WORLD_SIZE RANK NPROC SLURM_"
@@ -63,6 +70,12 @@ def pytest_collection_finish():
     """Collect from here on, and never look at what was imported."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_setup(item: pytest.Item):
+    """Give a test that is marked slow as long as it takes."""
+    if item.get_closest_marker("slow"):
+        faulthandler.cancel_dump_traceback_later()
 
 
 NUM_TRAIN, NUM_TEST = 1009, 251  # primes: nothing divides them
@@ -357,6 +370,14 @@ def nursery(datasets_cache):
         yield started
 
 
+def write_script(folder: Path, code: str, names: dict[str, Any]) -> str:
+    """The path of a script in which these names have these values before its first line."""
+    path = folder / "given.py"
+    lines = [f"{name} = {value!r}" for name, value in names.items()]
+    path.write_text("\n".join([*lines, code]))
+    return path.as_posix()
+
+
 @pytest.fixture(scope="session")
 def fork_main(nursery, tmp_path_factory):
     """Call main(argv) of a script in forked processes that meet as under a launcher.
@@ -370,11 +391,8 @@ def fork_main(nursery, tmp_path_factory):
 
     def call(script: str | Path, *args: object, given: Any = (), **plan: Any) -> Any:
         if "\n" in str(script):
-            path = tmp_path_factory.mktemp("script") / "given.py"
-            lines = [f"{name} = {value!r}" for name, value in dict(given).items()]
-            path.write_text("\n".join([*lines, script]))
-            script = path.as_posix()
-        outcome = nursery.run(script, *words_of(script, args), **{"timeout": 200, **plan})
+            script = write_script(tmp_path_factory.mktemp("script"), script, dict(given))
+        outcome = nursery.run(script, *words_of(script, args), **{"timeout": 100, **plan})
         assert None not in outcome.codes, f"{script} hung\n{outcome.output}"
         return outcome
 
@@ -382,15 +400,21 @@ def fork_main(nursery, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def in_fresh_process():
-    """Run code, with these names, where torch and what goes with it is imported and not patched.
+def in_fresh_process(request, datasets_cache, tmp_path_factory):
+    """Run code, with these names, in a process of its own, in which no test has changed anything.
 
-    Such processes are forked from one that imported them once.
+    On Linux it is forked from the nursery, which has imported torch and the scripts already.
     """
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    context.set_forkserver_preload(["torch", "accelerate", "datasets"])
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        yield lambda code, **names: pool.submit(exec, code, names).result(timeout=300)
+
+    def call(code: str, **names: Any):
+        path = write_script(tmp_path_factory.mktemp("fresh"), code, names)
+        if sys.platform == "linux":
+            outcome = request.getfixturevalue("nursery").run(path, timeout=100)
+            assert outcome.codes == [0], outcome.output
+        else:
+            run(path, timeout=100)
+
+    return call
 
 
 @pytest.fixture

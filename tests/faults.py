@@ -301,8 +301,8 @@ def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, i
             talking.answer.__defaults__ = (5,)  # tokens of a sample answer, instead of 50
         if "indices" in request:
             _log_indices(script, f"{request['indices']}.{rank}")
-        _install(script, fault if rank == fault.get("rank", 0) else {}, rank)
         if hasattr(script, "main"):
+            _install(script, fault if rank == fault.get("rank", 0) else {}, rank)
             run = importlib.import_module("trainkit.launch.startup").run
             run(functools.partial(script.main, request["args"]))
         code = 0

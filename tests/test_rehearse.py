@@ -1,7 +1,6 @@
 """rehearse names what a script of anyone breaks, and says nothing of what is right."""
 
 import json
-import multiprocessing.forkserver
 import re
 import sys
 from pathlib import Path
@@ -164,24 +163,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def forking():
-    """The server of all rehearsals here, which imports the kit once, as in a person's shell.
-
-    It finds the kit although the tests are in other folders: else each world imports it.
-    """
-    server = multiprocessing.forkserver._forkserver
-    before = server._preload_modules
-    server._stop()  # that of in_fresh_process, which has imported other modules
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        yield
-    server._stop()
-    server.set_forkserver_preload(before)
-
-
 @pytest.fixture
-def rehearsed(forking, tmp_path, monkeypatch, capsys):
+def rehearsed(tmp_path, monkeypatch, capsys):
     """Rehearse SCRIPT from another folder; return code and output, and see that nothing is left."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "deep").mkdir()
@@ -273,9 +256,7 @@ class TestOnLinux:
         assert code == 1 and "fails: it did not end within 60 s, and was ended" in output, output
         assert f"was in line {place} of mine.py" in output
 
-    def test_a_script_without_flags_or_main_is_rehearsed(
-        self, forking, tmp_path, monkeypatch, capsys
-    ):
+    def test_a_script_without_flags_or_main_is_rehearsed(self, tmp_path, monkeypatch, capsys):
         """And with several runs, one after the other, in folders that they name themselves."""
         body = SCRIPT.partition("def main(argv=None):\n    config = parse(Config, argv)\n")
         loop = body[2].partition("\nif __name__")[0]
@@ -288,7 +269,7 @@ class TestOnLinux:
         assert [path.name for path in tmp_path.iterdir()] == ["bare.py"]
 
     @slow  # as those below; test_shards.py resumes this script to equal bytes
-    def test_scripts_of_the_project_keep_the_promises(self, forking, capsys):
+    def test_scripts_of_the_project_keep_the_promises(self, capsys):
         flags = "train_regression.py --num-samples 75 --schedule constant --warmup 0 --decay 0.3"
         code = rehearse.main(["--only", "resumed", *flags.split()])
         assert code == 0, capsys.readouterr().out
@@ -301,7 +282,7 @@ class TestOnLinux:
 
     @slow
     @pytest.mark.parametrize("name", [*EXAMPLES])
-    def test_examples_keep_the_promises(self, forking, name, tiny_mnist, request, capsys):
+    def test_examples_keep_the_promises(self, name, tiny_mnist, request, capsys):
         flags = EXAMPLES[name]
         for fixture in {*re.findall(r"{(\w+)}", flags)} - {"tiny"}:
             flags = flags.replace(f"{{{fixture}}}", str(request.getfixturevalue(fixture)))
