@@ -3,7 +3,6 @@
 import json
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import colours
 import numpy as np
@@ -12,7 +11,8 @@ import torch
 from conftest import refused, rows, saved
 from PIL import Image
 
-from trainkit.tools import answers, curves, lettering, plots
+from trainkit.plots import curves, figures, style
+from trainkit.tools import answers, plots
 
 FLAGS = "--model lenet --batch-size 16 --epochs 2 --log-every 5 --run-dir"
 
@@ -46,16 +46,16 @@ def test_no_folder_and_one_that_is_no_run_are_a_sentence(tmp_path):
 def test_confusion_counts_every_sample_once_and_its_diagonal_is_the_accuracy(run_dir):
     tensors, metadata = saved(run_dir, "predictions")
     accuracy = rows(run_dir, "epochs")[-1]["eval_accuracy"]
-    matrix = plots.confusion_matrix(tensors["prediction"], tensors["target"], 10)
+    matrix = figures.confusion_matrix(tensors["prediction"], tensors["target"], 10)
     assert matrix.sum() == 101 and matrix.trace() == round(accuracy * 101)
-    axes = plots.draw_confusion(tensors, metadata["classes"]).axes[0]
+    axes = figures.draw_confusion(tensors, metadata["classes"]).axes[0]
     assert sum(int(text.get_text().split("\n")[0]) for text in axes.texts) == 101
     assert f"of 101 right ({accuracy:.2%})" in axes.get_title()
 
 
 def test_confusion_of_300_classes_is_a_picture_of_the_usual_size():
     target = torch.arange(300)
-    figure = plots.draw_confusion({"prediction": target, "target": target}, [*"abc"] * 100)
+    figure = figures.draw_confusion({"prediction": target, "target": target}, [*"abc"] * 100)
     assert max(figure.get_size_inches()) < 17
     assert not figure.axes[0].texts and 20 < len(figure.axes[0].get_xticks()) < 40
 
@@ -95,7 +95,7 @@ def test_fit_shows_predictions_residuals_and_for_one_feature_the_line():
     feature = torch.tensor([[2.0], [0.0], [1.0]])
     tensors = {"prediction": 3 * feature + 1, "target": 3 * feature, "feature": feature}
     metadata = {"targets": ["price"], "feature": "area"}
-    against, residuals, line = plots.draw_fit(tensors, metadata).axes
+    against, residuals, line = figures.draw_fit(tensors, metadata).axes
     assert against.collections[0].get_offsets().tolist() == [[6, 7], [0, 1], [3, 4]]
     assert residuals.collections[0].get_offsets()[:, 1].tolist() == [1, 1, 1]
     assert "1" in residuals.get_title() and residuals.get_ylabel() == "predicted - true price"
@@ -107,15 +107,15 @@ def test_mistakes_are_shown_in_colour_if_there_is_a_picture_of_them(tmp_path):
     run_dir = colours.make_run(tmp_path / "photos")
     tensors, metadata = saved(run_dir, "predictions")
     shown = tensors["shown"].tolist()
-    worst, probability = plots.worst_mistakes(tensors)
+    worst, probability = figures.worst_mistakes(tensors)
     assert worst.tolist() == [40, 11] and probability[0] > probability[1]
-    axes, *_ = plots.draw_mistakes(tensors, metadata["classes"]).axes
+    axes, *_ = figures.draw_mistakes(tensors, metadata["classes"]).axes
     assert axes.get_title() == f"predicted green, {probability[0]:.2%}\ntrue red"
     drawn = axes.images[0].get_array()
     assert (drawn == tensors["image"][shown.index(40)].permute(1, 2, 0).numpy()).all()
     assert (drawn[24, 24].argmax(), drawn.shape) == (1, (48, 48, 3))
     tensors["shown"], tensors["image"] = tensors["shown"][1:], tensors["image"][1:]
-    assert plots.worst_mistakes(tensors)[0].tolist() == [11]
+    assert figures.worst_mistakes(tensors)[0].tolist() == [11]
 
 
 NAMES = [
@@ -128,61 +128,40 @@ NAMES = [
 ]
 
 
-def test_names_are_drawn_as_they_are_written_and_letters_without_a_font_are_one_line(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(lettering, "list_fonts", lambda: [])
-    monkeypatch.setattr(lettering, "read_new_fonts", lambda: None)
-    monkeypatch.setattr(lettering, "UNKNOWN", set())
-    lettering.find_families.cache_clear()
+def test_names_are_drawn_as_they_are_written(tmp_path):
+    """No TeX; and a letter that no font has is a box, without a warning for each."""
     target = torch.arange(6)
     images = torch.zeros(6, 1, 28, 28, dtype=torch.uint8)
     tensors = {"prediction": 5 - target, "target": target, "image": images}
     tensors["logits"] = torch.eye(6)[5 - target]
-    figures = [plots.draw_confusion(tensors, NAMES), plots.draw_mistakes(tensors, NAMES)]
+    drawn = [figures.draw_confusion(tensors, NAMES), figures.draw_mistakes(tensors, NAMES)]
     one, two = torch.rand(9, 2), torch.rand(9, 1)
     fit = {"prediction": one, "target": one, "feature": two}
-    figures += [plots.draw_fit(fit, {"targets": ["$\\frac$", "$a$ \u5c71"], "feature": "$_$"})]
+    drawn += [figures.draw_fit(fit, {"targets": ["$\\frac$", "$a$ \u5c71"], "feature": "$_$"})]
     points = np.linspace(0, 1, 5)
-    figures += [answers.draw_responses(points, points[:, None], "$\\frac$", ["$_$ \u5c71"])]
-    for figure in figures:
+    drawn += [answers.draw_responses(points, points[:, None], "$\\frac$", ["$_$ \u5c71"])]
+    for figure in drawn:
         with warnings.catch_warnings(action="error"):
-            warnings.filterwarnings("ignore", r"Glyph \d+ ")  # as lettering does, once
+            warnings.filterwarnings("ignore", r"Glyph \d+ ")  # as trainkit/plots/style.py does
             figure.savefig(tmp_path / "drawn.png")
-    labels = [label.get_text() for label in figures[0].axes[0].get_yticklabels()]
+    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
     assert labels == [*NAMES[:5], "Tussilago_farfara_com..."]
-    assert figures[1].axes[0].get_title() == "predicted $\\frac$,\n35.22%\ntrue \u5c71"
-    plots.draw_seen(tmp_path, {"to $_$": (images, target)}, NAMES)
-    assert capsys.readouterr().err.count("no installed font has \u5c71: boxes are drawn") == 1
-    lettering.find_families.cache_clear()
+    assert drawn[1].axes[0].get_title() == "predicted $\\frac$,\n35.22%\ntrue \u5c71"
 
 
-def test_letters_come_from_the_first_usual_font_that_has_them(monkeypatch):
-    """And from one that was installed since matplotlib made its list; never from one of boxes."""
-    has = {"boxes": "\u5c71\u0e40x", "odd": "\u5c71", "cjk": "\u5c71", "thai": "\u0e40"}
-    names = {"boxes": "Last Resort HE", "odd": "A", "cjk": "Noto Sans CJK JP", "thai": "Thai"}
-    fonts = [
-        SimpleNamespace(fname=path, index=0, name=name, style="normal", weight=400)
-        for path, name in names.items()
-    ]
-    known = SimpleNamespace(ttflist=fonts[:3], addfont=lambda path: known.ttflist.append(fonts[3]))
-    monkeypatch.setattr(lettering.font_manager, "fontManager", known)
-    monkeypatch.setattr(lettering.font_manager, "findfont", lambda name: "own")
-    monkeypatch.setattr(lettering.font_manager, "findSystemFonts", lambda: ["thai"])
-    monkeypatch.setattr(lettering, "letters_of", lambda path, _: frozenset(has.get(path, "abc")))
-    lettering.find_families.cache_clear()
-    assert lettering.find_families(frozenset("ab")) == ("DejaVu Sans",)
-    found = lettering.find_families(frozenset("a\u5c71\u0e40"))
-    assert found == ("DejaVu Sans", "Noto Sans CJK JP", "Thai")
-    lettering.find_families.cache_clear()
+def test_chinese_is_drawn_where_a_font_of_the_list_is_installed(monkeypatch):
+    """After matplotlib's own font, which all else is written in."""
+    names = ["Other", "Noto Sans CJK JP", "DejaVu Sans"]
+    monkeypatch.setattr(style.font_manager.fontManager, "get_font_names", lambda: names)
+    assert style.as_written()["fontfamily"] == ["DejaVu Sans", "Noto Sans CJK JP"]
 
 
 def test_one_picture_that_cannot_be_drawn_leaves_the_others(run_dir, monkeypatch, capsys):
     def fail(*_):
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(plots, "draw_confusion", fail)
-    assert [path.name for path in plots.draw_run(run_dir)] == ["curves.png", "mistakes.png"]
+    monkeypatch.setattr(figures, "draw_confusion", fail)
+    assert [path.name for path in figures.draw_run(run_dir)] == ["curves.png", "mistakes.png"]
     assert "confusion.png was not drawn: ValueError: no such thing" in capsys.readouterr().err
 
 
@@ -195,7 +174,7 @@ def test_what_goes_in_is_drawn_with_its_classes(channels, tmp_path):
         "to train on": (pictures, torch.arange(12) % 2),
         "to evaluate on": (pictures[:3], [1, 0, 1]),
     }
-    path = plots.draw_seen(tmp_path, sides, ["a", "b"])
+    path = figures.draw_seen(tmp_path, sides, ["a", "b"])
     with Image.open(path) as picture:
         drawn = np.asarray(picture.convert("L")).astype(int)
     for value, wanted in ((0, 2), (20, 2), (40, 2), (60, 1), (220, 1)):

@@ -17,6 +17,7 @@ LAYERS = [
     "launch",
     "numbers",
     "rng",
+    "plots",
     "checkpoints",
     "run",
     "reading",

@@ -284,7 +284,7 @@ def test_a_long_epoch_says_where_it_is_and_a_picture_that_cannot_be_drawn_is_a_s
         assert (run_dir / "model.safetensors").exists()
         raise ModuleNotFoundError("No module named 'matplotlib'")
 
-    monkeypatch.setattr("trainkit.tools.curves.draw_curves", fail)
+    monkeypatch.setattr("trainkit.plots.curves.draw_curves", fail)
     monkeypatch.setattr("trainkit.run.reporter.QUIET_SECONDS", -1.0)
     train("--run-dir", tmp_path, "--pictures")
     said = capfd.readouterr().out  # which is no terminal

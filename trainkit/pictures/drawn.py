@@ -1,7 +1,6 @@
 """Draw what a network sees before it is trained: RUN_DIR/input.png."""
 
 from collections.abc import Callable, Sized
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,9 +35,9 @@ def draw_input(
     if not (run.config.pictures and run.accelerator.is_main_process):
         return
     try:
-        # Imported by name, because training does not depend on the tools that show results.
-        draw = import_module("trainkit.tools.plots").draw_seen
-        picture = draw(run.config.run_dir, sides(), classes)
+        from trainkit.plots.figures import draw_seen  # here: matplotlib takes long
+
+        picture = draw_seen(run.config.run_dir, sides(), classes)
         if not run.config.dry_run:  # which leaves nothing
             run.print(f"as the network sees them: {picture}")
     except Exception as problem:  # no matplotlib, no memory, no disk

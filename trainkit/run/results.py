@@ -6,7 +6,6 @@ Also best.safetensors of --keep-best, the weights that the first model had at th
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -154,7 +153,7 @@ class Results:
     ) -> None:
         """Write weights and pictures, say so, complete the mirror, and write DONE last.
 
-        trainkit.tools.plots draws the pictures from the files in the run folder. If one cannot be
+        trainkit.plots draws the pictures from the files in the run folder. If one cannot be
         drawn, the message says so and the run does not fail. memory: what the last line says of it.
         """
         config = self.config
@@ -163,8 +162,9 @@ class Results:
         names = ""
         if config.pictures and self.accelerator.is_main_process:
             try:
-                # Imported by name, because training does not depend on the tools that show results.
-                drawn = import_module("trainkit.tools.plots").draw_run(self.run_dir)
+                from trainkit.plots.figures import draw_run  # here: matplotlib takes long
+
+                drawn = draw_run(self.run_dir)
                 names = "".join(f", {path.name}" for path in drawn)
             except Exception as problem:  # no matplotlib, no memory, no disk
                 messages += f"the pictures were not drawn: {first_sentence(problem)}\n"

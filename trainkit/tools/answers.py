@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from trainkit.plots import figures
+from trainkit.plots.style import COLOURS, as_written, new_figure, wrap
 from trainkit.text import write_number
-from trainkit.tools import curves, plots
-from trainkit.tools.lettering import as_written, wrap
 from trainkit.tools.photos import border_of
 
-FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange, blue of curves.COLOURS
+FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange, blue of style.COLOURS
 MAX_DRAWN = 4  # targets, one below the other
 
 
@@ -69,7 +69,7 @@ def describe_answer(
     ink = whole[0].float().mean(0)[..., None] * 0.7 * (1 - speaks.abs())
     overlay = ink + speaks.clamp(min=0) * FOR - speaks.clamp(max=0) * AGAINST
     views = [
-        (plots.to_array(picture), sees),
+        (figures.to_array(picture), sees),
         (overlay.byte().numpy(), f"orange speaks for {answer}, blue against"),
     ]
     html = f"<h2>{escape(answer)}</h2>{share:.2%}"
@@ -87,12 +87,12 @@ def draw_responses(
     targets at these points, (n, targets). name: of the column.
     """
     lines = outputs.T[:MAX_DRAWN]
-    style = as_written([name, *targets])
-    figure = curves.new_figure(5, 3.2 * len(lines))
+    style = as_written()
+    figure = new_figure(5, 3.2 * len(lines))
     grid = figure.subplots(len(lines), squeeze=False).flat
     for axes, target, line in zip(grid, targets, lines, strict=False):
-        axes.plot(points[1:], line[1:], color=curves.COLOURS[4])
-        axes.plot(points[0], line[0], "o", color=curves.COLOURS[1], mec="white")
+        axes.plot(points[1:], line[1:], color=COLOURS[4])
+        axes.plot(points[0], line[0], "o", color=COLOURS[1], mec="white")
         written = FuncFormatter(lambda value, _: write_number(value, 6))  # not as 1e6
         axes.yaxis.set_major_formatter(written)
         if points.dtype == object:  # it holds dates

@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 
 from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.plots import figures
 from trainkit.reading import pieces
 from trainkit.store.atomic import write_json
 from trainkit.store.jsons import to_json
 from trainkit.store.records import last_evaluation, read_run_json
-from trainkit.tools import plots
 
 TOLERANCE = 1e-5  # between PyTorch and onnxruntime, relative to the largest output
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -131,8 +131,8 @@ def write_example(predictor: Any, folder: Path) -> str:
         row = dict(zip(metadata["features"], inputs[0].tolist(), strict=True))
         write_json(folder / "example.json", row)
     else:  # of photos the last one has the smallest loss
-        *_, pixels = [*plots.saved_pictures(evaluated).values()] or inputs
-        Image.fromarray(plots.to_array(pixels)).save(folder / "example.png")
+        *_, pixels = [*figures.saved_pictures(evaluated).values()] or inputs
+        Image.fromarray(figures.to_array(pixels)).save(folder / "example.png")
         is_photo = metadata["input"] == "photo"
         inputs = predictor.read(folder / "example.png")[0] if is_photo else pixels[None]
     outputs = predictor(inputs)[0]

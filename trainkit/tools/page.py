@@ -22,9 +22,10 @@ import torch
 from PIL import Image
 
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.plots import figures
 from trainkit.tables.columns import Column
 from trainkit.text import first_sentence, write_number
-from trainkit.tools import answers, plots
+from trainkit.tools import answers
 
 MAX_FILE = "32mb"  # of a picture file
 MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 or 48 million
@@ -48,8 +49,8 @@ def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
         return {}
     classes = predictor.metadata["classes"]
     predicted, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
-    last = {truth[n]: n for n in plots.saved_pictures(tensors)}  # of photos, the smallest loss
-    worst = plots.worst_mistakes(tensors)[0].tolist() if last else ()
+    last = {truth[n]: n for n in figures.saved_pictures(tensors)}  # of photos, the smallest loss
+    worst = figures.worst_mistakes(tensors)[0].tolist() if last else ()
     first = [(last[name], name) for name in classes if name in last]
     title = "test pictures"
     if len(first) > MAX_SHOWN:
@@ -112,7 +113,7 @@ def add_shelf(
     """
     import gradio
 
-    pictures = plots.saved_pictures(predictor.evaluated)
+    pictures = figures.saved_pictures(predictor.evaluated)
     logits = predictor.evaluated["logits"] / predictor.calibration["temperature"]
 
     def choose(chosen: gradio.SelectData) -> tuple:
@@ -121,7 +122,7 @@ def add_shelf(
         answer = answers.describe_answer(predictor, pictures[number], "", probabilities)
         return *answer, *[None for _ in places]
 
-    named = [(plots.to_array(pictures[number]), caption) for number, caption in shelf]
+    named = [(figures.to_array(pictures[number]), caption) for number, caption in shelf]
     gallery = gradio.Gallery(
         named, label=label, format="png", allow_preview=False, elem_classes="shelf"
     )
@@ -135,7 +136,7 @@ def add_confusions(predictor: Any) -> None:
     if "prediction" in predictor.evaluated:
         with gradio.Accordion("confusions", open=False):
             try:
-                figure = plots.draw_confusion(predictor.evaluated, predictor.metadata["classes"])
+                figure = figures.draw_confusion(predictor.evaluated, predictor.metadata["classes"])
                 figure.draw_without_rendering()  # what cannot be drawn fails here
             except Exception as problem:  # as in training, the rest goes on
                 gradio.HTML(f"They cannot be drawn: {escape(first_sentence(problem))}")

@@ -7,14 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainkit.config.directions import metric_and_direction
+from trainkit.plots.style import COLOURS, as_written, legend_above, new_figure
 from trainkit.store.log import is_evaluation
 from trainkit.store.records import read_rows, read_run_json
-from trainkit.tools.lettering import as_written
 
 LABELS = {"accuracy": "accuracy (fraction)", "rmse": "root mean square error"}
 LABELS["learning_rate"] = "learning rate"
-# Okabe and Ito's, which colour-blind people can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 
 
 def draw_curves(run_dir: Path) -> Figure:
@@ -28,7 +26,7 @@ def draw_curves(run_dir: Path) -> Figure:
     heights = {"loss": 3.0} | dict.fromkeys(scores, 3.0) | {"learning_rate": 1.3}
     figure = new_figure(8, 1.7 + sum(heights.values()))
     grid = figure.subplots(len(heights), sharex=True, height_ratios=[*heights.values()])
-    style = as_written(heights)
+    style = as_written()
     timing = read_rows(run_dir / "timing.jsonl")
     resumes = [row["resumed_at"] for row in timing if "resumed_at" in row]
     for axes, name in zip(grid, heights, strict=True):
@@ -59,20 +57,3 @@ def draw_line(
     points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker, **style)
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Make a figure, in inches, that has no window and is not in matplotlib's global state."""
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
-
-
-def legend_above(axes: Axes, **options: Any) -> None:
-    """Put the legend above the axes, where it cannot cover a line."""
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        frameon=False,
-        fontsize=9,
-        borderaxespad=0.2,
-        **options,
-    )
