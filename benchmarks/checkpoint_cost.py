@@ -34,7 +34,7 @@ from trainkit.checkpoints.frozen import Frozen
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.numbers.means import RunningMeans
-from trainkit.numbers.position import Progress
+from trainkit.numbers.orders import Progress
 from trainkit.repairs.names import prepared_models
 from trainkit.store.log import JsonlTracker
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import Run, by_length, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -25,7 +25,6 @@ from trainkit.errors import as_usage_error
 from trainkit.language import conversations, pretrained, token_losses
 from trainkit.language.packing import pack_sets, row_size, share_rows
 from trainkit.language.templates import first_day
-from trainkit.numbers.orders import by_length
 
 
 @dataclass

@@ -9,9 +9,9 @@ In a script:
 
 from collections.abc import Callable
 
-import torch
+from trainkit import key, permute
 
-from trainkit.rng import key, permute
+import torch
 
 
 def mixture(sizes: tuple[int, int], seed: int) -> Callable[[int, int, int], torch.Tensor]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import Run, by_length, make_loaders, make_optimizer, make_scheduler, startup
 
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -29,7 +29,6 @@ from trainkit.language.conversations import answer, read_tokenizer
 from trainkit.language.preferences import PairBatch
 from trainkit.language.preferences import collate_pairs as collate
 from trainkit.language.templates import first_day
-from trainkit.numbers.orders import by_length
 from trainkit.reading.pretrained_models import without_dropout
 
 Smoothing = Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 and below 0.5")]

@@ -318,9 +318,9 @@ def _become(request: dict[str, Any], rank: int, port: int, outputs: tuple[int, i
 
 def _narrow(num_classes: int) -> Any:
     """In the place of --model wide: both kinds of dropout, and small enough for a sweep."""
-    from torch import nn
+    from trainkit import Dropout
 
-    from trainkit.rng import Dropout
+    from torch import nn
 
     return nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=3),
@@ -375,7 +375,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int):
     from trainkit.checkpoints.commit import Commits
     from trainkit.checkpoints.save import Checkpoints
     from trainkit.launch.signals import Signals
-    from trainkit.numbers.position import Progress
+    from trainkit.numbers.orders import Progress
 
     saves, events, armed, in_save, saved = 0, 0, False, False, 0
 

@@ -29,7 +29,7 @@ from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import run_folder
 from trainkit.numbers.means import RunningMeans
-from trainkit.numbers.position import Progress
+from trainkit.numbers.orders import Progress
 from trainkit.run.ema import EMA
 from trainkit.store import records, weights
 from trainkit.store.atomic import write_json

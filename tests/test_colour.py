@@ -36,7 +36,7 @@ from torch.utils.data import default_collate
 from examples import pictures
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.numbers.rng import keyed_uniform
+from trainkit.numbers.randoms import keyed_uniform
 from trainkit.pictures import backbones, decoding, files, photos, splits
 from trainkit.pictures.files import read_photo_pixels
 from trainkit.pictures.grey import are_photos

@@ -21,7 +21,7 @@ import train_mnist
 import train_regression
 from trainkit.config import UNSET, TrainingConfig, parse
 from trainkit.config.command_line import find_urls
-from trainkit.numbers.position import Progress
+from trainkit.numbers.orders import Progress
 from trainkit.run.results import update_best
 from trainkit.store import places as stores
 from trainkit.tables.sets import comma_separated

@@ -186,7 +186,7 @@ import torch
 from accelerate import Accelerator
 from conftest import forget_accelerator
 from emulate import ledger
-from trainkit.numbers.position import Length, Progress
+from trainkit.numbers.orders import Length, Progress
 from trainkit.run.step import Step
 shared = dict(batch_size=5, accumulate=1, seed=0, drop_last=False, epochs=1)
 config = SimpleNamespace(clip_norm=float("inf"), stop_after_steps=None, log_every=1, **shared)
@@ -226,7 +226,7 @@ from accelerate import Accelerator
 from emulate import ledger
 from trainkit.store.log import JsonlTracker
 from trainkit.numbers.means import RunningMeans
-from trainkit.numbers.position import Progress
+from trainkit.numbers.orders import Progress
 from trainkit.run.reporter import Reporter
 accelerator = Accelerator()
 accelerator.log = lambda values, step: print("row", step, values["train_loss"], values["norm"])

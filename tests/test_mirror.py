@@ -25,7 +25,7 @@ from tuned import FLAGS, LORA, MODULES, make_flags
 from trainkit.checkpoints import mirror, resume
 from trainkit.config import TrainingConfig
 from trainkit.errors import LoneFailure, RunFailure
-from trainkit.numbers.position import Progress
+from trainkit.numbers.orders import Progress
 from trainkit.store import places as stores
 
 URL = "faulty://store/run"

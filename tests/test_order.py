@@ -3,6 +3,8 @@
 import random
 from types import SimpleNamespace
 
+from trainkit import Dropout, key
+
 import datasets
 import numpy as np
 import pytest
@@ -14,8 +16,7 @@ from examples.mixture import mixture
 from trainkit.numbers import loaders
 from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
 from trainkit.numbers.orders import weighted
-from trainkit.numbers.rng import release_dropout, seed_dropout, seed_generators
-from trainkit.rng import Dropout, key
+from trainkit.numbers.randoms import release_dropout, seed_dropout, seed_generators
 
 
 def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():

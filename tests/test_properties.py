@@ -6,6 +6,8 @@ from functools import partial, reduce
 from pathlib import Path
 from threading import Thread
 
+from trainkit import keyed_uniform
+
 import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -16,9 +18,8 @@ from torch.optim import lr_scheduler
 
 from trainkit.config import TrainingConfig
 from trainkit.numbers.loaders import EpochBatches
-from trainkit.numbers.mixing import key
 from trainkit.numbers.optim import make_scheduler
-from trainkit.rng import keyed_uniform
+from trainkit.numbers.randoms import key
 from trainkit.store.manifest import make_durable, verify, write_manifest
 
 # The same examples in every run, so that a change that has nothing to do with them cannot fail.

@@ -6,6 +6,8 @@ import random
 import sys
 from types import SimpleNamespace
 
+from trainkit import keyed_normal, keyed_uniform
+
 import datasets
 import numpy as np
 import pyarrow as pa
@@ -20,9 +22,8 @@ from trainkit.checkpoints.content import hash_fixed, held_in_memory, sample_part
 from trainkit.checkpoints.fingerprint import compare_sources
 from trainkit.config import TrainingConfig
 from trainkit.launch.alike import hash_sources
-from trainkit.numbers import ahead, rng
+from trainkit.numbers import randoms
 from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
-from trainkit.rng import keyed_normal, keyed_uniform
 from trainkit.run.data import check_data, random_collation, random_parts
 
 
@@ -45,7 +46,7 @@ def test_two_uses_with_another_seed_epoch_num_or_stream_share_no_numbers():
 
 @pytest.mark.parametrize("bits", [0, 2**24 - 1])
 def test_the_first_and_last_numbers_lie_within_the_open_interval(bits, monkeypatch):
-    monkeypatch.setattr(rng, "_bits", lambda *_: torch.tensor([bits]))
+    monkeypatch.setattr(randoms, "_bits", lambda *_: torch.tensor([bits]))
     uniform = keyed_uniform(0, 0, torch.arange(1), 1)
     assert 0 < uniform < 1 and torch.erfinv(2 * uniform - 1).isfinite()
     assert keyed_normal(0, 0, torch.arange(1), 1).abs().item() == pytest.approx(5.42, abs=0.01)
@@ -74,8 +75,8 @@ def test_numbers_drawn_for_many_batches_at_once_are_those_of_each_batch(
     num_processes, draw, monkeypatch
 ):
     calls = []
-    bits = rng._bits
-    monkeypatch.setattr(rng, "_bits", lambda *given: calls.append(given) or bits(*given))
+    bits = randoms._bits
+    monkeypatch.setattr(randoms, "_bits", lambda *given: calls.append(given) or bits(*given))
     for epoch in range(2):
         for indices in batches_of_epoch(num_processes):
             for stream in (None, "view"):
@@ -115,13 +116,13 @@ def test_indices_that_a_script_changes_or_reads_backwards_have_their_own_numbers
 
 def test_a_use_that_comes_once_is_not_drawn_ahead_and_few_are_kept(monkeypatch):
     calls = []
-    bits = rng._bits
-    monkeypatch.setattr(rng, "_bits", lambda *given: calls.append(given) or bits(*given))
+    bits = randoms._bits
+    monkeypatch.setattr(randoms, "_bits", lambda *given: calls.append(given) or bits(*given))
     for step, indices in enumerate(batches_of_epoch()):
         keyed_uniform(0, 0, indices, 2, step)
     assert [len(given[1]) for given in calls] == [40] * 25
-    assert len(ahead._known) <= ahead.MOST_ORDERS
-    assert all(len(order.drawn) <= ahead.MOST_USES for order in ahead._known)
+    assert len(randoms._known) <= randoms.MOST_ORDERS
+    assert all(len(order.drawn) <= randoms.MOST_USES for order in randoms._known)
 
 
 class Pairs(Dataset):
@@ -316,7 +317,7 @@ def test_the_sources_of_a_run_are_the_script_what_lies_beside_it_and_the_kit(tmp
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "mine.py")])
     __import__("beside_mine")
     before = hash_sources()
-    assert {"mine.py", "beside_mine.py", "trainkit/rng.py"} <= before.keys()
+    assert {"mine.py", "beside_mine.py", "trainkit/randoms.py"} <= before.keys()
     (tmp_path / "beside_mine.py").write_text("x = 2")
     assert {name for name, _ in before.items() ^ hash_sources().items()} == {"beside_mine.py"}
     assert not [*compare_sources({}, before)]  # a checkpoint from before this was noted

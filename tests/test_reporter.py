@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from conftest import linux_only
 
-from trainkit.numbers.position import Progress
+from trainkit.numbers.orders import Progress
 from trainkit.run.reporter import Reporter
 from trainkit.run.tables import MetricsTable, fit, show_best
 

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from itertools import count, islice
 from types import SimpleNamespace
 
+from trainkit import Dropout
+
 import numpy as np
 import pytest
 import torch
@@ -32,7 +34,6 @@ from trainkit.numbers.loaders import InMemory
 from trainkit.numbers.means import RunningMeans, sum_and_count, sum_of
 from trainkit.repairs.fixes import name_without_compiler
 from trainkit.repairs.names import named_weights
-from trainkit.rng import Dropout
 from trainkit.run.run import Run
 from trainkit.store.weights import read_weights
 

@@ -6,7 +6,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from trainkit.config import TrainingConfig
-from trainkit.numbers.position import Length
+from trainkit.numbers.orders import Length
 
 
 @dataclass(frozen=True)

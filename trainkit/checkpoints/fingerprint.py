@@ -20,9 +20,9 @@ from trainkit.launch import alike
 from trainkit.launch.environment import num_copies
 from trainkit.launch.together import failing_together
 from trainkit.numbers.loaders import batches_of
-from trainkit.numbers.mixing import NUM_HELD
 from trainkit.numbers.optim import num_parameters
-from trainkit.numbers.position import Progress
+from trainkit.numbers.orders import Progress
+from trainkit.numbers.randoms import NUM_HELD
 from trainkit.repairs.names import prepared_loaders
 from trainkit.store.jsons import from_exact_json, to_json
 from trainkit.store.manifest import FORMAT, name_revision

@@ -59,8 +59,8 @@ from trainkit.launch.patience import wait_for_all
 from trainkit.launch.together import failing_together, on_main
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.optim import keep_when_loading
-from trainkit.numbers.position import Progress
-from trainkit.numbers.rng import seed_host
+from trainkit.numbers.orders import Progress
+from trainkit.numbers.randoms import seed_host
 from trainkit.repairs.fixes import count_micro_batches_anew, without_loss_scale
 from trainkit.repairs.names import prepared_optimizers
 from trainkit.store.atomic import sync

@@ -38,7 +38,7 @@ from trainkit.launch.alike import check_same
 from trainkit.launch.environment import num_copies, shards_wanted
 from trainkit.launch.together import deadline, failing_together
 from trainkit.numbers.optim import weights_of
-from trainkit.numbers.rng import Dropout
+from trainkit.numbers.randoms import Dropout
 from trainkit.repairs.fixes import (
     compute_in,
     copy_shards,
@@ -224,7 +224,7 @@ def get_ready(accelerator: Accelerator, model: nn.Module, is_whole: bool = True)
         if any(isinstance(layer, Dropout) for layer in model.modules()):
             raise UsageError(
                 "fsdp_activation_checkpointing: true computes layers twice, and "
-                "trainkit.rng.Dropout draws once for each batch: use nn.Dropout in this model"
+                "trainkit.Dropout draws once for each batch: use nn.Dropout in this model"
             )
         if recompute_layers(plugin, model) == 0:
             raise UsageError(

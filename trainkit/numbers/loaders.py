@@ -23,10 +23,8 @@ from torch.utils.data import (
 
 from trainkit.config import TrainingConfig
 from trainkit.launch.signals import outlive_signals
-from trainkit.numbers.ahead import remember_order
-from trainkit.numbers.mixing import NUM_HELD, key, permute
-from trainkit.numbers.orders import Order, weighted
-from trainkit.numbers.rng import seed_host
+from trainkit.numbers.orders import Order, num_used, weighted
+from trainkit.numbers.randoms import NUM_HELD, key, permute, remember_order, seed_host
 
 NUM_AHEAD = 2**16  # how many positions of an order are computed at a time
 MOST_PARTS = 1000  # sets that a set holds in a list, as ConcatDataset does
@@ -194,11 +192,6 @@ def shuffled(num_samples: int, seed: int | None) -> Order:
         return permute(positions, num_samples, key("order", seed, epoch))
 
     return order
-
-
-def num_used(num_samples: int, batch_size: int, drop_last: bool) -> int:
-    """The number of samples used in an epoch."""
-    return num_samples - (num_samples % batch_size if drop_last else 0)
 
 
 class InMemory(TensorDataset):

@@ -1,13 +1,16 @@
-"""Orders of the samples, by weight or by length."""
+"""Orders of the samples, where a run stands in them, and when it evaluates."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 
+from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.numbers.mixing import key, mix, permute
+from trainkit.numbers.randoms import key, mix, permute
 
 # order(epoch, start, stop) returns the sample indices at start <= position < stop, int64.
 Order = Callable[[int, int, int], torch.Tensor]
@@ -59,3 +62,81 @@ def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int)
         return torch.cat([batches[shuffle].flatten(), rest[sizes[rest].argsort(stable=True)]])
 
     return lambda epoch, start, stop: whole(epoch)[start:stop]
+
+
+def num_used(num_samples: int, batch_size: int, drop_last: bool) -> int:
+    """The number of samples used in an epoch."""
+    return num_samples - (num_samples % batch_size if drop_last else 0)
+
+
+@dataclass
+class Progress:
+    """Position of a run.
+
+    Attributes:
+        step: optimizer steps since the start of the run.
+        epoch: epochs completed.
+        step_in_epoch: steps of this epoch that are done, with those that fp16 skipped.
+        num_skipped: steps, not counted in `step`, that fp16 skipped as their gradients overflowed.
+        metrics: the metrics of the last evaluation.
+        metrics_step: the step of that evaluation.
+        best, best_step: the best value of the metric of --keep-best, and its step.
+        best_name: the name and direction of that metric, for example "eval_loss:min".
+        num_worse: evaluations since the best one.
+        ended: run.stop() or --patience has ended the run, whether or not epochs are left.
+        state: run.state, which belongs to the script.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    num_skipped: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_step: int = 0
+    best: float | None = None
+    best_step: int = 0
+    best_name: str | None = None
+    num_worse: int = 0
+    ended: bool = False
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+class Length:
+    """How long a run is, and when it evaluates.
+
+    Attributes:
+        num_used: samples used in an epoch.
+        steps_per_epoch: optimizer steps in an epoch.
+        last_step: the last step of the run, from --epochs and --stop-after-steps.
+        log_every: steps between rows of metrics.jsonl.
+    """
+
+    def __init__(self, config: TrainingConfig, num_samples: int):
+        self.config = config
+        self.num_used = num_used(num_samples, config.batch_size, config.drop_last)
+        self.steps_per_epoch = math.ceil(self.num_used / config.batch_size)
+        num_steps = config.epochs * self.steps_per_epoch
+        self.last_step = min(num_steps, config.stop_after_steps or num_steps)
+        self.log_every = config.log_every or min(50, max(1, num_steps // 50))
+
+    def num_done(self, progress: Progress) -> int:
+        """The number of samples trained on so far in this epoch."""
+        return min(progress.step_in_epoch * self.config.batch_size, self.num_used)
+
+    def num_in_step(self, progress: Progress) -> int:
+        """The number of samples of the step that comes next."""
+        return min(self.config.batch_size, self.num_used - self.num_done(progress))
+
+    def is_over(self, progress: Progress) -> bool:
+        """Is there nothing left to train?"""
+        at_end = progress.epoch == self.config.epochs or progress.step == self.last_step
+        return progress.ended or at_end
+
+    def must_evaluate(self, progress: Progress) -> bool:
+        """Is an evaluation due before the next step, and was it not done before a resume?"""
+        every = self.config.eval_every
+        due = progress.step_in_epoch == self.steps_per_epoch or (
+            every and progress.step % every == 0
+        )
+        due = due or self.is_over(progress)  # the last one, also if it was interrupted
+        return bool(due) and progress.step > progress.metrics_step

@@ -25,7 +25,7 @@ from trainkit.config import (
 )
 from trainkit.errors import UsageError
 from trainkit.hashes import digest
-from trainkit.numbers.rng import keyed_uniform
+from trainkit.numbers.randoms import keyed_uniform
 from trainkit.pictures import files, splits
 from trainkit.pictures.decoding import source_of
 from trainkit.pictures.shown import describe_reading

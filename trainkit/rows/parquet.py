@@ -31,7 +31,7 @@ from torch.utils.data import Dataset, default_collate
 
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.numbers.loaders import Order
-from trainkit.numbers.mixing import key, mix, permute, scramble
+from trainkit.numbers.randoms import key, mix, permute, scramble
 from trainkit.reading.paths import refuse_pipe, select_read
 from trainkit.reading.splits import find_splits
 from trainkit.repairs.names import tree_map_only

@@ -32,7 +32,7 @@ from trainkit.numbers.loaders import (
     has_transform,
     sets_with_epoch,
 )
-from trainkit.numbers.rng import seed_host
+from trainkit.numbers.randoms import seed_host
 from trainkit.repairs.names import prepared_loaders
 from trainkit.run.shared_rows import (
     NUM_EVALUATED,

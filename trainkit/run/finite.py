@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 from trainkit.errors import RunFailure
-from trainkit.numbers.host_copy import HostCopy
+from trainkit.numbers.means import HostCopy
 from trainkit.numbers.optim import total_norm, weights_of
 
 MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip, so 2**16 has become 2**-14

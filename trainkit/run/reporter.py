@@ -12,9 +12,8 @@ from tqdm import tqdm
 from trainkit.config import TrainingConfig
 from trainkit.launch import together
 from trainkit.launch.streams import LOST
-from trainkit.numbers.host_copy import HostCopy
-from trainkit.numbers.means import RunningMeans
-from trainkit.numbers.position import Length, Progress
+from trainkit.numbers.means import HostCopy, RunningMeans
+from trainkit.numbers.orders import Length, Progress
 from trainkit.run.profile import peak_memory
 from trainkit.run.tables import MetricsTable, fit
 from trainkit.store.log import JsonlTracker, is_evaluation

@@ -19,7 +19,7 @@ from trainkit.config.directions import metric_and_direction
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.launch.patience import wait_for_all
 from trainkit.launch.together import failing_together
-from trainkit.numbers.position import Progress
+from trainkit.numbers.orders import Progress
 from trainkit.run.plan import describe_run
 from trainkit.run.tables import show, show_best
 from trainkit.store import records

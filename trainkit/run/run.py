@@ -7,7 +7,7 @@ calls finish. main() of train_mnist.py shows them all.
 The script passes one value for each sample (or token), and Run computes the means over processes
 and micro-batches. Run never calls the model, backward or step, never looks into a batch, and does
 not know what a metric means. Read next: step.py (one step), numbers/loaders.py (which samples),
-numbers/counts.py (what a mean is divided by) and checkpoints/ (save and resume).
+numbers/means.py (what a mean is divided by) and checkpoints/ (save and resume).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ from trainkit.launch.run_folder import borrow_run_folder, open_run
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import same_bits
 from trainkit.numbers.means import RunningMeans, Selection
-from trainkit.numbers.position import Length
+from trainkit.numbers.orders import Length
 from trainkit.run import evaluation
 from trainkit.run.calls import (
     IN_BATCH,

@@ -15,13 +15,18 @@ from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch import together
 from trainkit.launch.signals import Signals
-from trainkit.numbers.counts import CountValues, Divisors
 from trainkit.numbers.loaders import share_of_batch
-from trainkit.numbers.means import Selection, exact_type, select, sum_and_count
-from trainkit.numbers.mixing import key
+from trainkit.numbers.means import (
+    CountValues,
+    Divisors,
+    Selection,
+    exact_type,
+    select,
+    sum_and_count,
+)
 from trainkit.numbers.optim import clip_gradients, learning_rates
-from trainkit.numbers.position import Length, Progress
-from trainkit.numbers.rng import Dropout, release_dropout, seed_dropout, seed_generators
+from trainkit.numbers.orders import Length, Progress
+from trainkit.numbers.randoms import Dropout, key, release_dropout, seed_dropout, seed_generators
 from trainkit.repairs.fixes import end_with_this_batch, take_loss_scale
 from trainkit.repairs.names import prepared_optimizers
 from trainkit.run.buffers import Buffers

@@ -35,7 +35,7 @@ from trainkit.checkpoints.save import Checkpoints
 from trainkit.hashes import digest
 from trainkit.launch import startup
 from trainkit.numbers.loaders import EpochBatches
-from trainkit.numbers.position import Length
+from trainkit.numbers.orders import Length
 from trainkit.repairs.names import BatchNorm, hooked
 from trainkit.run.step import Step
 
