@@ -8,9 +8,19 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainkit.run.profile import VIEWS
-
 WATCHED = 4  # the first steps, which check more and draw no numbers ahead
+# Operations that only describe memory, so that they launch no kernel on a card.
+VIEWS = {
+    f"aten::{name}"
+    for name in (
+        *("view", "_unsafe_view", "view_as", "reshape", "_reshape_alias", "flatten", "unflatten"),
+        *("as_strided", "expand", "expand_as", "permute", "transpose", "t", "movedim", "diagonal"),
+        *("slice", "select", "narrow", "unbind", "split", "chunk", "unfold"),
+        *("alias", "detach", "detach_", "squeeze", "unsqueeze", "lift_fresh", "set_", "resize_"),
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "result_type"),
+        *("resolve_conj", "resolve_neg", "is_nonzero", "item", "_local_scalar_dense"),
+    )
+}
 
 
 class Launches(TorchDispatchMode):

@@ -27,6 +27,7 @@ import inspect
 import io
 import multiprocessing
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -67,7 +68,7 @@ from examples import gpt, pictures, preference
 from trainkit.config import parse
 from trainkit.language import pretrained
 from trainkit.pictures import backbones, photos
-from trainkit.run.profile import Profile, peak_memory
+from trainkit.run.profile import Profile
 
 HEAD = "row | ours | bare or peer | ours / theirs | asked | more"
 WARM_UP = 3  # optimizer steps
@@ -170,20 +171,28 @@ def ours(script: ModuleType, *flags: object, dynamo: str = "no", precision: str 
     return over[-1]
 
 
+def peak_memory(device: torch.device) -> int:
+    """The most bytes of tensors on this device so far; on the CPU, of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def where_time_goes(train: Callable[..., Any], num_steps: int) -> str:
-    """Run ours once more with --profile; return what it says of a step."""
+    """Run ours once more with --profile; return its first line and its sums."""
     said = []
 
     def described(*args: Any) -> str:
         said.append(describe(*args))
         return said[-1]
 
-    describe = Profile._describe
-    patched = mock.patch.object(Profile, "_describe", described)
+    describe = Profile.describe
+    patched = mock.patch.object(Profile, "describe", described)
     with patched, contextlib.redirect_stdout(io.StringIO()):
         train("--profile", num_steps)
-    lines = [line for text in said for line in text.splitlines() if line.startswith("a step")]
-    return "; " + " ".join(lines[0].split()) if lines else "; no profile"
+    lines = [line for text in said for line in text.splitlines()]
+    lines = [line for line in lines if line.startswith(("profile", "Self "))]
+    return "; " + ", ".join(" ".join(line.split()) for line in lines or ["no profile"])
 
 
 def loop(step: Callable[[int], None], num_steps: int) -> tuple[float, float, int]:

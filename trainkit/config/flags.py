@@ -161,7 +161,7 @@ class TrainingConfig:
     deterministic: MayChange[bool] = False
     """on a GPU: only algorithms that give the same bits each time, of which some are slower"""
     profile: MayChange[NonNegative[int]] = 0
-    """steps to profile: trace.json, a table, and what limits a step"""
+    """steps to profile: trace.json, and a table of their operations"""
     timeout: MayChange[Count] = 300
     """seconds after which a process that does not answer counts as lost"""
 

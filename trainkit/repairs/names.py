@@ -3,7 +3,6 @@
 tests/test_private.py fails if another module reads a private name of another package.
 """
 
-import functools
 import inspect
 import os
 import sys
@@ -92,20 +91,6 @@ def compiler_error() -> type[Exception]:
     from torch._dynamo.exc import TorchDynamoException  # imports the compiler, 1.2 s
 
     return TorchDynamoException
-
-
-@functools.cache
-def is_made_of_others(operation: str) -> bool:
-    """Is an operation, such as aten::linear, only calls of others, with no kernel of its own?
-
-    Overloads that write into out=, or name dimensions, are left out of account.
-    """
-    composite = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-    known = getattr(torch.ops.aten, operation.removeprefix("aten::"), None)
-    overloads = known.overloads() if known else []
-    usual = [o for o in overloads if not any(word in o for word in ("out", "name", "prim"))]
-    names = {f"{operation}.{overload}".removesuffix(".default") for overload in usual}
-    return bool(names) and names <= set(composite)
 
 
 def inputs_of(node: Any) -> list[tuple[Any, tuple[int, ...]]]:

@@ -423,7 +423,7 @@ class Run:
         is_watched = self.step.mistakes.num_left > 0
         if not self.step.finish():  # fp16 overflowed
             progress.num_skipped += 1
-            self.profile.end_step(was_skipped=True)
+            self.profile.end_step()
             return False
         if is_watched:  # a mistake is told now, and not after an epoch
             self.checkpoints.contents.check()
@@ -445,7 +445,7 @@ class Run:
         """Save a checkpoint with accelerator.save_state; after a signal exit with code 75."""
         if self.signals.stopping:
             self.profile.close()  # to say what it saw may take seconds
-        self.profile.pause()
+        self.profile.end()
         with self.ema.trained_weights():
             self.step.check_weights()
             self.log.end_row()
