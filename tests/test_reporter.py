@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from conftest import linux_only
 
 from trainkit.numbers.orders import Progress
-from trainkit.run.reporter import Reporter
-from trainkit.run.tables import MetricsTable, fit, show_best
+from trainkit.run.reporter import MetricsTable, Reporter, fit, show_best
 
 LEFT = re.compile(r"epoch (\d)/3 +(\d+) %\|.*\| (\S+) left")
 

@@ -1,6 +1,9 @@
 """Report on a run as it trains: a bar or a line a minute, and one line for each evaluation."""
 
 import math
+import shutil
+import sys
+import textwrap
 import time
 from typing import Any, NamedTuple
 
@@ -10,16 +13,16 @@ from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from trainkit.config import TrainingConfig
+from trainkit.config.directions import metric_and_direction
 from trainkit.launch import together
-from trainkit.launch.streams import LOST
 from trainkit.numbers.means import HostCopy, RunningMeans
 from trainkit.numbers.orders import Length, Progress
-from trainkit.run.profile import peak_memory
-from trainkit.run.tables import MetricsTable, fit
 from trainkit.store.log import JsonlTracker, is_evaluation
 from trainkit.text import printable
 
 NUM_LINES = 25  # of epochs are printed, if there are many; metrics.jsonl has all
+# The metrics that a person looks at first, by the ends of their names.
+READ_FIRST = ("accuracy", "rmse", "r2")
 QUIET_SECONDS = 60.0  # off a terminal, an epoch prints its position about this often
 
 
@@ -34,11 +37,7 @@ class Row(NamedTuple):
 
 
 class Reporter:
-    """Prints on the main process, and writes the rows of metrics.jsonl and timing.jsonl.
-
-    Attributes:
-        row: the row of metrics.jsonl that has begun and is not written yet.
-    """
+    """Prints on the main process, and writes the rows of metrics.jsonl and timing.jsonl."""
 
     def __init__(self, accelerator: Accelerator, config: TrainingConfig, tracker: JsonlTracker):
         self.accelerator = accelerator
@@ -49,8 +48,7 @@ class Reporter:
         self.num_done_at_start = 0  # samples of this epoch that were trained on before
         self.started_at = self.train_seconds = self.evaluated_at = self.said_at = 0.0
         self.last_loss = ""
-        self.row: Row | None = None
-        self.has_noted_lost = False
+        self.row: Row | None = None  # of metrics.jsonl, begun and not written yet
 
     def print(self, text: str) -> None:
         """Print on the main process."""
@@ -65,8 +63,7 @@ class Reporter:
         """
         self.num_done_at_start = num_done_at_start
         self.last_loss = ""
-        self.said_at = time.monotonic()
-        self.started_at = time.perf_counter()
+        self.started_at = self.said_at = time.perf_counter()
         desc = f"epoch {progress.epoch + 1}/{self.config.epochs}"
         if self.bar.total is None:
             self.bar = tqdm(
@@ -116,8 +113,8 @@ class Reporter:
 
     def say_where(self, epoch: int, num_done: int, num_used: int) -> None:
         """Print a line a minute where there is no progress bar."""
-        if self.bar.disable and time.monotonic() - self.said_at > QUIET_SECONDS:
-            self.said_at = time.monotonic()
+        if self.bar.disable and time.perf_counter() - self.said_at > QUIET_SECONDS:
+            self.said_at = time.perf_counter()
             self.print(
                 f"epoch {epoch + 1}: {num_done:,} of {num_used:,} samples, "
                 f"{self.last_loss or 'no loss yet'}"
@@ -130,13 +127,6 @@ class Reporter:
             f"stopped by {signal_name or 'a signal to another process'} at step {step}, saved: "
             "start the same command with --resume auto to continue"
         )
-        self._note_lost()
-
-    def _note_lost(self) -> None:
-        """Say once in timing.jsonl that something could not be printed, and why."""
-        if LOST and not self.has_noted_lost:
-            self.has_noted_lost = True
-            self.tracker.log_timing({"not printed": LOST})
 
     def log_memory(self, step: int) -> str:
         """Write what each process needed of its GPU to timing.jsonl; return it for the last line.
@@ -146,13 +136,10 @@ class Reporter:
         device = self.accelerator.device
         if device.type != "cuda":
             return ""
-        peaks = gather_object([peak_memory(device)])
+        peaks = gather_object([torch.cuda.max_memory_allocated(device)])
         self.tracker.log_timing({"step": step, "peak_memory_bytes": peaks})
-        amounts = [f"{peak / 2**20:,.0f}" for peak in peaks]
-        if len(set(amounts)) == 1:
-            each = " each" if len(peaks) > 1 else ""
-            return f", peak memory {amounts[0]} MiB{each}"
-        return f", peak memory of the processes {'; '.join(amounts)} MiB"
+        amounts = dict.fromkeys(f"{peak / 2**20:,.0f}" for peak in peaks)
+        return f", peak memory of a process {' or '.join(amounts)} MiB"
 
     def stop(self) -> None:
         """End the steps of an epoch; the evaluation comes next, and prints where the bar was."""
@@ -176,35 +163,84 @@ class Reporter:
         num_done: samples of this epoch that are done. Every process must call this.
         """
         metrics = together.agree(self.accelerator, metrics)
-        check_metrics(means, metrics)
+        if not is_evaluation(metrics) or means.keys() & metrics.keys():
+            raise RuntimeError(
+                f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: there must be a "
+                "name that begins with eval_, as that of an evaluation, and none of "
+                f"{', '.join(means)}"
+            )
         progress.metrics = {"epoch": progress.epoch, **means, **metrics}
         progress.metrics_step = progress.step
         num_trained = num_done - self.num_done_at_start
-        done = (
-            progress.epoch + progress.step_in_epoch / length.steps_per_epoch
-        )  # epochs, with fractions
-        eval_seconds = time.perf_counter() - self.evaluated_at
         self.accelerator.log(progress.metrics, step=progress.step)
-        self.tracker.log_timing(
-            {
-                "step": progress.step,
-                "train_seconds": self.train_seconds,
-                "eval_seconds": eval_seconds,
-                "train_samples": num_trained,
-            }
-        )
-        epoch = f"{round(done, 2):g}/{self.config.epochs}"
+        seconds = {
+            "train_seconds": self.train_seconds,
+            "eval_seconds": time.perf_counter() - self.evaluated_at,
+        }
+        self.tracker.log_timing({"step": progress.step, **seconds, "train_samples": num_trained})
+        num_epochs = progress.epoch + progress.step_in_epoch / length.steps_per_epoch
+        epoch = f"{round(num_epochs, 2):g}/{self.config.epochs}"
         rate = num_trained / self.train_seconds
         is_rest = progress.epoch > 1 and progress.epoch % math.ceil(self.config.epochs / NUM_LINES)
         if progress.step_in_epoch or not is_rest or length.is_over(progress):
             self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))
-        self._note_lost()
 
 
-def check_metrics(means: dict[str, float], metrics: dict[str, Any]) -> None:
-    """Refuse metrics whose row in metrics.jsonl could not be recognised as an evaluation."""
-    if not is_evaluation(metrics) or means.keys() & metrics.keys():
-        raise RuntimeError(
-            f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: there must be a name "
-            f"that begins with eval_, as that of an evaluation, and none of {', '.join(means)}"
-        )
+def fit(text: str) -> str:
+    """Break long lines between words if the output is a terminal, else return the text unchanged.
+
+    The rest of a broken line of the plan is indented to its column.
+    """
+    if not sys.stdout.isatty():
+        return text
+    wrap = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns - 1, break_long_words=False, break_on_hyphens=False
+    )
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        wrap.subsequent_indent = " " * (len(line) - len(line.rpartition("  ")[2]))
+        lines[number] = wrap.fill(line)
+    return "\n".join(lines)
+
+
+class MetricsTable:
+    """Formats a line for each evaluation below one header: the losses, then other metrics."""
+
+    def __init__(self, keep_best: str | None):
+        self.keep_best = keep_best
+        self.names = list[str]()
+
+    def line(self, epoch: str, metrics: dict[str, float], seconds: float, rate: float) -> str:
+        """Return the next line, the first time with the header above it."""
+        header = ""
+        if not self.names:
+            losses = [name for name in ("train_loss", "eval_loss") if name in metrics]
+            self.names = list(dict.fromkeys(losses + by_interest(metrics, self.keep_best)))[:4]
+            columns = (*self.names, "seconds", "samples/s")
+            header = "epoch    " + "".join(f"  {name:>9}" for name in columns) + "\n"
+        cells = {name: show(name, metrics[name]) if name in metrics else "" for name in self.names}
+        cells |= {"seconds": f"{seconds:.1f}", "samples/s": f"{rate:,.0f}"}
+        row = "".join(f"  {cell:>{max(9, len(name))}}" for name, cell in cells.items())
+        return f"{header}{epoch:<9}{row}"
+
+
+def show(name: str, value: float) -> str:
+    """Format a metric with a readable number of digits; an accuracy in percent."""
+    if "accuracy" in name:
+        return f"{100 * value:.2f} %"
+    return f"{value:,.0f}" if abs(value) > 9999 else f"{value:.4g}"
+
+
+def by_interest(metrics: dict[str, float], keep_best: str | None) -> list[str]:
+    """Return the names of an evaluation's metrics: that of --keep-best, those of READ_FIRST."""
+    best, _ = metric_and_direction(keep_best or "")
+    names = [name for name in metrics if name.startswith("eval_") and name != "eval_samples"]
+    if best in metrics and best not in names:
+        names.append(best)
+    return sorted(names, key=lambda name: (name != best, not name.endswith(READ_FIRST)))
+
+
+def show_best(metrics: dict[str, float], keep_best: str | None) -> str:
+    """Return the two most interesting metrics of an evaluation as text."""
+    names = by_interest(metrics, keep_best)[:2]
+    return ", ".join(f"{name} {show(name, metrics[name])}" for name in names)

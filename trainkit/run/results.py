@@ -21,7 +21,7 @@ from trainkit.launch.patience import wait_for_all
 from trainkit.launch.together import failing_together
 from trainkit.numbers.orders import Progress
 from trainkit.run.plan import describe_run
-from trainkit.run.tables import show, show_best
+from trainkit.run.reporter import show, show_best
 from trainkit.store import records
 from trainkit.store.atomic import rename_free, write_durably, write_json
 from trainkit.store.manifest import step_name

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trainkit.config.directions import metric_and_direction
-from trainkit.run.tables import by_interest
+from trainkit.run.reporter import by_interest
 from trainkit.store.records import (
     PREDICTIONS,
     last_evaluation,
