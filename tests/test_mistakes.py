@@ -14,7 +14,6 @@ import torch
 from conftest import forget_accelerator
 from loops import NUM_SAMPLES, Numbers, make_config
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainkit.errors import UsageError
@@ -365,21 +364,7 @@ def a_mean_of_rows_that_were_padded(script):
     script.before_the_loss = take_a_mean
 
 
-@told("the loss was divided by 2, which accelerator.backward")
-def divides_by_the_number_of_micro_batches(script):
-    script.mean = lambda losses: script.run.step_mean(losses) / script.config.accumulate
-
-
-@told("the loss was divided by 2, which accelerator.backward")
-def divides_beside_a_penalty(script):
-    def mean(losses):
-        penalty = 0.1 * script.one.weight.square().sum()
-        return script.run.step_mean(losses) / script.config.accumulate + penalty
-
-    script.mean = mean
-
-
-@told(r"nothing of what run.step_mean\(...\) returned, .* give it run.step_mean\(losses\)")
+@told(r"no gradient came to what run.step_mean\(...\) returned, .*run.step_mean\(losses\)")
 def trains_another_mean_than_that_of_the_step(script):
     def mean(losses):
         script.run.step_mean(losses)
@@ -391,12 +376,7 @@ def trains_another_mean_than_that_of_the_step(script):
 # The parts of a step.
 
 
-@told(r"accelerator.backward\(loss\) was not called")
-def backward_of_torch(script):
-    script.backward = lambda loss: loss.backward()
-
-
-@told(r"accelerator.backward\(loss\) was not called")
+@told(r"no gradient came to what run.step_mean\(...\) returned")
 def no_backward(script):
     script.backward = lambda loss: None
 
@@ -419,7 +399,7 @@ def clips_another_optimizer(script):
     script.clip = clip
 
 
-@told(r"optimizer.step\(\) is missing after run.clip")
+@told(r"optimizer.zero_grad\(\) before the step drops .* after optimizer.step")
 def no_step_of_the_optimizers(script):
     script.parts_that_step = lambda: script.schedules
 
@@ -433,7 +413,7 @@ def an_optimizer_steps_twice(script):
     ]
 
 
-@told(r"scheduler.step\(\) moved LambdaLR 2 times in one step")
+@told(r"scheduler.step\(\) was called 2 times since the last step")
 def a_schedule_steps_twice(script):
     script.parts_that_step = lambda: [
         *script.optimizers,
@@ -442,12 +422,12 @@ def a_schedule_steps_twice(script):
     ]
 
 
-@told(r"scheduler.step\(\) was called 7 times in 6 steps: .* not at the end of an epoch")
+@told(r"scheduler.step\(\) was called 2 times since .* not at the end of an epoch")
 def a_schedule_steps_at_the_end_of_an_epoch(script):
     script.before_the_evaluation = lambda: script.schedules[0].scheduler.step()
 
 
-@told(r"scheduler.step\(\) was not called")
+@told(r"scheduler.step\(\) was called 0 times since")
 def no_step_of_the_schedules(script):
     script.parts_that_step = lambda: script.optimizers
 
@@ -473,61 +453,6 @@ def drops_gradients_before_the_step(script):
 @told(r"optimizer.zero_grad\(\) was not called since")
 def keeps_gradients_after_the_step(script):
     script.zero_grad = lambda optimizer: None
-
-
-@told("--accumulate 2: the weights were changed after a backward pass .* as SAM does")
-def a_second_pass_at_other_weights(script):
-    def climb_and_pass(batch):
-        script.one.weight.data.add_(0.1)
-        script.run.accelerator.backward(script.run.step_mean(script.losses_of(batch)))
-
-    script.before_the_end_of_the_step = climb_and_pass
-
-
-@told("--accumulate 2: the weights were changed .* `if accelerator.sync_gradients:`")
-def decays_weights_in_each_micro_batch(script):
-    script.before_the_end_of_the_step = lambda batch: script.one.weight.data.mul_(0.9)
-
-
-@told(r"`self.scaler` is a GradScaler: .* 65536 times .* fp16 in")
-def scales_the_loss_by_hand(script):
-    script.scaler = torch.amp.GradScaler("cpu")
-    script.backward = lambda loss: script.run.accelerator.backward(script.scaler.scale(loss))
-
-
-@told("--accumulate 2: an optimizer was stepped before .* all passes before the first optimizer")
-def steps_the_first_model_before_the_pass_of_the_second(script):
-    def pass_again(batch):
-        loss = script.run.step_mean(script.losses_of(batch))
-        script.run.accelerator.backward(loss, inputs=[*script.one.parameters()])
-
-    script.before_the_end_of_the_step = pass_again
-
-
-CHANGED_GRADIENTS = "the gradients of the earlier micro-batches .* were changed before .*zero_grad"
-
-
-@told(CHANGED_GRADIENTS)
-def drops_gradients_of_a_model_before_the_loss(script):
-    script.before_the_loss = lambda batch: script.one.zero_grad()
-
-
-@told(CHANGED_GRADIENTS)
-def clips_the_gradients_of_each_micro_batch(script):
-    def clip(batch):
-        nn.utils.clip_grad_value_(script.two.parameters(), 1e-3)
-
-    script.before_the_end_of_the_step = clip
-
-
-@told(CHANGED_GRADIENTS)
-def scales_the_gradients_of_each_micro_batch_past_torch(script):
-    def scale(batch):
-        for weight in script.one.parameters():
-            if weight.grad is not None:
-                weight.grad.data /= 2
-
-    script.before_the_end_of_the_step = scale
 
 
 @told(r"run.add\(loss=...\) got a single number for a batch of 4 samples")
@@ -791,7 +716,7 @@ def test_a_mistake_in_the_loop_is_told_before_the_second_epoch(tmp_path, mistake
     mistake(script)
     with pytest.raises((RuntimeError, UsageError), match=sentence):
         script.train()
-    assert len(script.batches) <= 11
+    assert len(script.batches) <= 13  # the first step of the second epoch
 
 
 CORRECT = []
@@ -805,38 +730,6 @@ def correct(change: Callable) -> Callable:
 @correct
 def nothing_is_changed(script):
     pass
-
-
-class Normed(nn.Linear):
-    """Forced weight normalisation, as in EDM2."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.weight.copy_(F.normalize(self.weight))
-        return super().forward(x)
-
-
-@correct
-def a_forward_pass_normalises_weights(script):
-    script.make_second_model = lambda: Normed(4, 1)
-
-
-@correct
-def only_reads_the_norm_of_the_gradients(script):
-    def read(batch):
-        nn.utils.clip_grad_norm_(script.one.parameters(), math.inf)
-
-    script.before_the_end_of_the_step = read
-
-
-@correct
-def has_loss_scales_that_it_does_not_use(script):
-    script.of_an_earlier_phase = torch.amp.GradScaler("cpu")
-    script.of_an_earlier_phase.scale(torch.ones(()))
-    script.unused, script.off = (torch.amp.GradScaler("cpu", enabled=on) for on in (True, False))
-    backward = script.backward
-    script.backward = lambda loss: backward(script.off.scale(loss))
 
 
 @correct
@@ -861,15 +754,6 @@ def passes_on_the_gradient_of_outputs(script):
         return (script.two(script.hidden) - script.y).square()
 
     script.losses_of, script.backward = losses_of, backward
-
-
-@correct
-def a_loss_of_few_bits(script):
-    def mean(losses):
-        penalty = 0.1 * script.one.weight.square().sum()
-        return (script.run.step_mean(losses) + penalty).bfloat16()
-
-    script.mean = mean
 
 
 @pytest.mark.parametrize("change", CORRECT)

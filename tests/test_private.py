@@ -36,7 +36,7 @@ def test_no_other_module_imports_a_private_name_of_another_package():
 
 
 OWN = {"self", "args", "part", "progress", "run", "column", "table", "settings"}
-OWN |= {"outcome", "layer", "batches", "ctx", "chat"}
+OWN |= {"outcome", "step", "layer", "batches", "ctx", "chat"}
 # What is set on an object of another package elsewhere: settings that are meant to be set.
 SETTINGS = {
     "sys.stdout",

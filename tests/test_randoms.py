@@ -23,8 +23,8 @@ from trainkit.checkpoints.fingerprint import compare_sources
 from trainkit.config import TrainingConfig
 from trainkit.launch.alike import hash_sources
 from trainkit.numbers import randoms
-from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
-from trainkit.run.data import check_data, random_collation, random_parts
+from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches
+from trainkit.run.data import check_data
 
 
 def test_two_uses_with_another_seed_epoch_num_or_stream_share_no_numbers():
@@ -139,11 +139,6 @@ class Pairs(Dataset):
         return {"x": index + self.draw(), "label": self.labels[index]}
 
 
-class AtOnce(Pairs):
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
-
-
 def seeded() -> float:
     return torch.rand(()).item() + np.random.rand() + random.random()
 
@@ -161,23 +156,25 @@ def check(accelerator):
     return lambda train, held_out=None: check_data(accelerator, config, train, held_out or [0, 1])
 
 
-def test_what_a_generator_of_its_own_draws_is_named_and_left_out_of_the_fingerprint(check):
-    known, plan = check(Pairs(seeded))
-    assert not plan and check(Pairs(seeded))[0] == known
-    fingerprint, plan = check([0, 1], Pairs(own))
-    (line,) = plan.values()
-    assert list(plan) == ["random evaluation"]
-    assert "['x'] of a sample of the evaluation set" in line and "torch.initial_seed()" in line
+def test_what_a_generator_of_its_own_draws_is_left_out_of_the_fingerprint(check):
+    assert check(Pairs(seeded)) == check(Pairs(seeded)) != check(Pairs(lambda: 0.0))
+    fingerprint = check([0, 1], Pairs(own))
     own.generator = np.random.default_rng()
-    assert check([0, 1], Pairs(own))[0] == fingerprint
-    assert check([0, 1], Pairs(own, changed=500))[0] != fingerprint  # the labels are compared
-    whole = Subset(Pairs(lambda: torch.tensor(own())), range(50))
-    assert random_parts(whole) == {"['x']"}
+    assert check([0, 1], Pairs(own)) == fingerprint
+    assert check([0, 1], Pairs(own, changed=280)) != fingerprint  # the labels are compared
+    assert check(Subset(Pairs(lambda: torch.tensor(own())), range(50)))
 
 
-def test_a_set_that_draws_for_several_samples_at_once_is_named(check):
-    assert "__getitems__ draws for several samples" in check(AtOnce(seeded))[1]["random training"]
-    assert not check(AtOnce(lambda: 0.0))[1]
+def test_few_samples_are_made_before_the_first_step(check):
+    made = []
+    check(Pairs(lambda: made.append(1) or 0.0), Pairs(lambda: made.append(1) or 0.0))
+    assert len(made) == 32  # of two sets
+
+
+def test_a_transform_of_a_dataset_is_in_the_fingerprint(check):
+    rows = datasets.Dataset.from_dict({"a": [*range(400)]})
+    known = check(rows.with_transform(add_noise))
+    assert known == check(rows.with_transform(add_noise)) != check(rows)
 
 
 class NoisyRows(InMemory):
@@ -187,63 +184,13 @@ class NoisyRows(InMemory):
         return super().__getitems__(indices)[0] + seeded() + torch.rand(len(indices)), indices
 
 
-class NoisyWhole(Pairs):
-    def make_batch(self, indices):
-        return {"x": torch.rand(len(indices)), "index": indices}
-
-
-def test_batches_of_a_subclass_of_rows_in_memory_are_seeded_and_named_if_they_draw(check):
+def test_batches_of_a_subclass_of_rows_in_memory_are_seeded():
     rows = NoisyRows(torch.arange(20.0))
-    (line,) = check(rows, InMemory(torch.arange(100.0, 105.0)))[1].values()
-    assert "[0] of a sample of the training set differs" in line and "for several samples" in line
     epochs = torch.tensor(1), torch.tensor(1), torch.tensor(2)
     one, same, other = (
         WholeBatches(rows, None, 3, epoch).make(torch.tensor([4, 2]))[0] for epoch in epochs
     )
     assert torch.equal(one, same) and not torch.equal(one, other)
-
-
-def test_a_set_that_makes_whole_batches_is_named_if_it_draws(check):
-    (line,) = check(NoisyWhole(lambda: 0.0))[1].values()
-    assert "['x'] of a sample of the training set" in line and "make_batch is not seeded" in line
-
-
-def test_a_transform_of_a_dataset_is_in_the_fingerprint_and_may_draw(check):
-    rows = datasets.Dataset.from_dict({"a": [*range(400)]})
-    known, plan = check(rows.with_transform(add_noise))
-    assert not plan and known == check(rows.with_transform(add_noise))[0]
-    assert check(rows)[0] != known
-
-
-def masked(samples):
-    x = torch.tensor([sample["x"] for sample in samples])
-    hidden = torch.rand(x.shape) < 0.3
-    return {"x": torch.where(hidden, 0.0, x), "size": len(samples)}
-
-
-def emptied(samples):
-    return torch.tensor([sample.pop("x") for sample in samples])
-
-
-def host_states() -> list:
-    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
-
-
-def test_a_collate_fn_that_draws_is_named_and_the_seeds_go_on_as_before(accelerator):
-    def line(dataset, collate_fn=None):
-        accelerator.free_memory()
-        make = make_loaders(accelerator, dataset, dataset, TrainingConfig(), collate_fn)
-        accelerator.prepare(*make)
-        before = host_states()
-        plan = random_collation(accelerator)
-        assert host_states() == before
-        return plan.get("collate_fn", "")
-
-    assert "random numbers for ['x'] of a batch" in line(Pairs(lambda: 0.0), masked)
-    for quiet in (emptied, None, list):
-        assert not line(Pairs(seeded, 5), quiet)
-    assert not line(Pairs(own), emptied)  # the set is named, not what makes batches of it
-    assert not line(InMemory(torch.arange(5)), masked)  # not called
 
 
 ROWS = [{"ids": list(range(n % 5)), "text": f"{n}" if n % 3 else None} for n in range(4000)]

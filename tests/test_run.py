@@ -465,30 +465,6 @@ def test_processes_that_add_other_names_are_told_so():
             call()
 
 
-class Idle(nn.Linear):
-    """A layer with weights that forward uses never, or from a batch of the first epoch on."""
-
-    def __init__(self, first: int | None):
-        super().__init__(4, 1)
-        self.spare, self.first, self.num = nn.Linear(4, 1), first, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num += 1
-        is_used = self.first is not None and self.num >= self.first
-        return super().forward(x) + (self.spare(x) if is_used else 0)
-
-
-@pytest.mark.parametrize("first, is_said", [(None, True), (5, False), (0, False)])
-def test_weights_without_a_gradient_in_the_first_epoch_are_named_once(
-    tmp_path, capfd, first, is_said
-):
-    idle = r"nn.Linear\(4, 1\)", "Idle(used_from)"
-    changed(idle, Idle=Idle, used_from=first)("--run-dir", tmp_path)
-    said = capfd.readouterr().out
-    note = "note: 2 weights of the model, such as spare.weight, got no gradient, so the optimizer"
-    assert said.count(note) == is_said and said.count("gradient") == is_said, said
-
-
 def test_what_looks_like_a_mistake_and_is_none_goes_through(tmp_path, capfd):
     """The mean of two means, half of a mean, the mean of halves."""
     for text, other in (

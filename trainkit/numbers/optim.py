@@ -16,7 +16,7 @@ from trainkit.errors import UsageError
 # The options of a parameter group that choose between torch's implementations of an optimizer.
 KERNEL = ("fused", "foreach", "capturable")
 
-# What make_scheduler has made: run/mistakes.py refuses a step in which they do not move.
+# What make_scheduler has made: run/guards.py refuses a step in which they do not move.
 BY_STEP: WeakSet[lr_scheduler.LRScheduler] = WeakSet()
 
 

@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader
 from trainkit.numbers.loaders import EpochBatches, share_of_batch
 from trainkit.numbers.means import RunningMeans, select, sum_and_count
 from trainkit.repairs.names import prepared_models, tree_map_only
-from trainkit.run.evaluating import Evaluating
-from trainkit.run.outer import check_outer
+from trainkit.run.guards import EqualSizes, check_rows, check_tensor
 from trainkit.run.prepared import check_loader
-from trainkit.run.values import EqualSizes, check_rows, check_tensor
+from trainkit.run.step import Step
 
 EVALUATE, PREDICT = "run.evaluate(...)", "run.predict(...)"
 SENT_BYTES = 2**24  # of the rows of a process that are sent at a time
@@ -51,7 +50,7 @@ def results_of(
     loader: DataLoader,
     call: str,
     function: Callable[[Any], Any],
-    watched: Evaluating,
+    step: Step,
 ) -> Iterator[tuple[Any, range]]:
     """Yield function(batch) of this process's share of each batch, and which samples it is.
 
@@ -62,9 +61,16 @@ def results_of(
     shares = samples_of(batches, accelerator.num_processes, accelerator.process_index)
     # Not inference_mode: FSDP could not train with its tensors afterwards.
     with torch.no_grad(), evaluating(models), batches.read_by_run():
-        for number, (batch, indices) in enumerate(zip(loader, shares, strict=True)):
-            with watched.batch(call, models, len(indices), is_first=number == 0):
-                result = function(batch)
+        for batch, indices in zip(loader, shares, strict=True):
+            step.num_evaluated = len(indices)
+            result = function(batch)
+            step.num_evaluated = None
+            if any(model.training for model in models):
+                raise RuntimeError(
+                    f"the function of {call} called model.train(), so dropout and BatchNorm act as "
+                    "in training: leave it out, because the models are put into evaluation mode "
+                    "and back"
+                )
             yield result, indices
 
 
@@ -73,7 +79,7 @@ def evaluate(
     loader: DataLoader,
     compute_losses: Callable[[Any], dict[str, Any]],
     stopping: Callable[[], bool],
-    watched: Evaluating,
+    step: Step,
 ) -> dict[str, float]:
     """Return eval_samples, and the mean of each value of compute_losses(batch) as eval_NAME.
 
@@ -86,7 +92,7 @@ def evaluate(
     """
     means = RunningMeans(accelerator)
     sizes = EqualSizes()
-    for result, indices in results_of(accelerator, loader, EVALUATE, compute_losses, watched):
+    for result, indices in results_of(accelerator, loader, EVALUATE, compute_losses, step):
         values = dict(result)
         mask = values.pop("mask", None)
         weights = values.pop("weights", None)
@@ -94,7 +100,6 @@ def evaluate(
         for name, value, selection in select(EVALUATE, values, mask, weights):
             call = f"{EVALUATE}, for {name},"
             check_tensor(call, value)
-            check_outer(call, value)
             if not selection:
                 check_rows(call, value, len(indices))
                 if indices:
@@ -115,7 +120,7 @@ def predict(
     loader: DataLoader,
     function: Callable[[Any], Any],
     stopping: Callable[[], bool],
-    watched: Evaluating,
+    step: Step,
 ) -> Any:
     """Return what function(batch) gives for each sample of a set, in its order, on every process.
 
@@ -134,7 +139,7 @@ def predict(
     """
     columns: dict[str, Any] = {}  # tensors or lists
     is_dict = False
-    for result, indices in results_of(accelerator, loader, PREDICT, function, watched):
+    for result, indices in results_of(accelerator, loader, PREDICT, function, step):
         is_dict = isinstance(result, dict)
         if isinstance(result, tuple):
             raise RuntimeError(f"{PREDICT} got a tuple: return a dict, which names its parts")

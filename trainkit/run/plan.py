@@ -59,7 +59,7 @@ def describe_plan(facts: Facts, plan: dict[str, str]) -> str:
         lines["average"] = f"of the weights, decay {config.ema}: evaluated and written"
     layers = (layer for model in models for layer in model.modules())
     untracked = (layer.running_mean is None for layer in layers if isinstance(layer, BATCH_NORMS))
-    if num_parts > 1 and any(untracked):  # of others run/buffers.py sees the means
+    if num_parts > 1 and any(untracked):  # others keep means, which a rehearsal compares
         lines["note"] = (
             "BatchNorm: its numbers depend on how a batch is split, so other processes or "
             "micro-batches give other losses"

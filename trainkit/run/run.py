@@ -34,7 +34,9 @@ from trainkit.launch.startup import same_bits
 from trainkit.numbers.means import RunningMeans, Selection
 from trainkit.numbers.orders import Length
 from trainkit.run import evaluation
-from trainkit.run.calls import (
+from trainkit.run.data import load_checked
+from trainkit.run.ema import EMA
+from trainkit.run.guards import (
     IN_BATCH,
     NEXT_BATCH,
     allowed,
@@ -42,9 +44,6 @@ from trainkit.run.calls import (
     need_gradients,
     out_of_order,
 )
-from trainkit.run.data import WatchedSets, load_checked, random_collation
-from trainkit.run.ema import EMA
-from trainkit.run.evaluating import Evaluating
 from trainkit.run.plan import describe_plan
 from trainkit.run.prepared import Prepared, check_loader
 from trainkit.run.profile import Profile
@@ -56,7 +55,6 @@ from trainkit.run.session import (
     start_accelerator,
 )
 from trainkit.run.step import CountValues, Step
-from trainkit.run.variables import Variables
 from trainkit.text import check_json
 
 # Where the generators are seeded for what the script draws outside of a batch.
@@ -72,22 +70,18 @@ class Run:
     --start-from and --keep-best apply to the first model. Trackers show the run under `project`.
 
     Attributes:
-        stage: which calls may come next: see run/calls.py.
+        stage: which calls may come next: see run/guards.py.
         resources: what is cleaned up at the end.
         log: a Reporter, which writes metrics.jsonl and timing.jsonl.
         print: prints on the main process.
         sets: the training set and the evaluation set.
-        watched_sets: the same; it tells if the loop changes them.
-        variables: of the script; it tells if the loop changes what no checkpoint holds.
         data_fingerprint: the hash of both.
-        data_plan: lines about random numbers that do not follow from the seed.
         length: how long the run is in steps, and when it evaluates.
         prepared: what went through accelerator.prepare.
         models: the models without the wrappers of DDP and torch.compile.
         results: writes the files that the run leaves.
         progress: where the run stands: progress.step, and progress.epoch, completed ones.
         step: the current Step.
-        evaluating: looks at the functions of evaluate and predict.
         profile: what --profile measures.
         means: of the values given to run.add.
     """
@@ -128,8 +122,7 @@ class Run:
 
         One process per file system calls it first, to fill caches.
         """
-        loaded = load_checked(self.accelerator, self.config, load_data)
-        data, self.data_fingerprint, self.data_plan = loaded
+        data, self.data_fingerprint = load_checked(self.accelerator, self.config, load_data)
         self.sets = data[:2]
         self.length = Length(self.config, len(data[0]))
         self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler
@@ -166,7 +159,7 @@ class Run:
             self.length,
             self.prepared,
         )
-        self._describe(facts, plan or {})
+        self.print(describe_plan(facts, plan or {}))
         if self.config.dry_run:
             self._begin_dry_run()
         self.results = Results(
@@ -182,11 +175,6 @@ class Run:
             self.print(started_from)
         self._start()
 
-    def _describe(self, facts: Facts, plan: dict[str, str]) -> None:
-        """Print the plan."""
-        lines = plan | self.data_plan | random_collation(self.accelerator)
-        self.print(describe_plan(facts, lines))
-
     def _make_what_steps_change(self) -> None:
         """Make the parts that a step works with, and those that a checkpoint holds of it."""
         self.step = Step(
@@ -195,13 +183,9 @@ class Run:
             self.signals,
             self.models,
             self.length,
-            self.prepared.wrapped,
             self.print,
         )
         self.resources.callback(self.step.release)
-        self.evaluating = Evaluating(self.accelerator.device, self.print)
-        # What the script has done to them until here, a resume does again.
-        self.watched_sets = WatchedSets(self.sets)
         self.means = RunningMeans(self.accelerator, self.signals.gather)
         self.ema = EMA(self.models, self.config.ema)
 
@@ -215,7 +199,6 @@ class Run:
         if lock := open_run(self.accelerator, self.config):
             self.resources.callback(lock.release)
         self.resources.callback(self.checkpoints.commits.close)
-        self.variables = Variables(self.accelerator, contents.registered.things)
 
     def _resume(self) -> None:
         """Load the checkpoint of --resume, if there is one."""
@@ -286,11 +269,8 @@ class Run:
         self.prepared.check_unchanged(progress.state)
         self.checkpoints.contents.registered.check_late()
         batches.set_position(progress.epoch, num_done)
-        self.variables.start()
         self.log.start(progress, num_done, self.length.last_step)
-        self.step.mistakes.start_epoch(is_new=progress.step_in_epoch == 0)
-        for note in self.watched_sets.note_epoch(progress.epoch):
-            self.print(note)
+        self.step.loop.start_steps()
         with self.ema.trained_weights(), batches.read_by_run():
             self.checkpoints.restore(progress)
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
@@ -301,17 +281,9 @@ class Run:
             self.log.stop()
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
                 self.checkpoints.save(progress)
-                self._say_what_changed(is_epoch_over=True)
         self.log.start_evaluation()
         self.step.seed_outside(IN_EVALUATION, progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
-
-    def _say_what_changed(self, is_epoch_over: bool = False) -> None:
-        notes = self.variables.notes(is_epoch_over)
-        if self.accelerator.is_main_process:
-            notes += self.watched_sets.notes()
-        for note in notes:
-            self.print(note)
 
     def _is_due(self) -> bool:
         """Is a checkpoint due with this evaluation, whatever its metrics are?"""
@@ -349,8 +321,8 @@ class Run:
 
         Also in the functions of evaluate and predict.
         """
-        if self.stage in ("ready", "epoch", "trained") and self.evaluating.num_samples is not None:
-            return self.evaluating.num_samples
+        if self.stage in ("ready", "epoch", "trained") and self.step.num_evaluated is not None:
+            return self.step.num_evaluated
         need(self, "run.num_samples", *IN_BATCH)
         return self.step.num_samples
 
@@ -420,7 +392,7 @@ class Run:
         length = self.length
         every = self.config.save_every
         progress.step_in_epoch += 1
-        is_watched = self.step.mistakes.num_left > 0
+        is_watched = self.step.loop.num_left > 0
         if not self.step.finish():  # fp16 overflowed
             progress.num_skipped += 1
             self.profile.end_step()
@@ -450,7 +422,6 @@ class Run:
             self.step.check_weights()
             self.log.end_row()
             self.checkpoints.save(self.progress)
-        self._say_what_changed()
         self.prepared.note(self.progress.state)
         if self.signals.stopping:
             self.checkpoints.commits.wait()
@@ -479,7 +450,7 @@ class Run:
         is_dry = self.config.dry_run and self.stage == "trained"
         if is_dry:
             stopping = lambda: True  # noqa: E731  after a batch
-        collected = collect(self.accelerator, loader, function, stopping, self.evaluating)
+        collected = collect(self.accelerator, loader, function, stopping, self.step)
         if is_dry:
             self._end_dry_run("a batch of the evaluation")
         if self.signals.stopping:
@@ -505,7 +476,6 @@ class Run:
         progress, length = self.progress, self.length
         check_json("run.state", progress.state)
         predicted = check_predictions(predictions, metadata or {})
-        self.step.mistakes.check_schedules(progress.step + progress.num_skipped)
         num_done = length.num_done(progress)
         if progress.step_in_epoch == length.steps_per_epoch:
             progress.epoch += 1
@@ -513,7 +483,6 @@ class Run:
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
         if progress.step_in_epoch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
-            self.step.mistakes.say_notes()
         # Both before a checkpoint that records this evaluation as done.
         is_best, unknown_metric = self.results.write_best(progress)
         if length.is_over(progress):
@@ -526,7 +495,6 @@ class Run:
             self.checkpoints.commits.wait()
             raise unknown_metric
         self.prepared.note(progress.state)
-        self.watched_sets.keep_epochs()
 
     def finish(self, next_command: str = "") -> dict[str, float]:
         """Write weights, pictures and, last, DONE; return the metrics of the last evaluation.

@@ -29,12 +29,8 @@ from trainkit.numbers.orders import Length, Progress
 from trainkit.numbers.randoms import Dropout, key, release_dropout, seed_dropout, seed_generators
 from trainkit.repairs.fixes import end_with_this_batch, take_loss_scale
 from trainkit.repairs.names import prepared_optimizers
-from trainkit.run.buffers import Buffers
 from trainkit.run.compiling import Compiling
-from trainkit.run.finite import FiniteGuard
-from trainkit.run.mistakes import Mistakes
-from trainkit.run.outer import check_outer
-from trainkit.run.values import EqualSizes, check_rows, check_tensor
+from trainkit.run.guards import EqualSizes, FiniteGuard, LoopGuard, check_rows, check_tensor
 
 CALL = "run.step_mean(...)"
 
@@ -44,13 +40,13 @@ class Step:
 
     Attributes:
         rates: the learning rate of each optimizer in the step.
-        description: the number of the step and its learning rate, for error messages.
+        number: of the step, counted from 1.
         num_in_step: samples in the step, over all processes and micro-batches.
         num_done_in_step: how many of them are in micro-batches before the current one.
         num_samples: samples of this process in the current micro-batch; 0: only padding.
+        num_evaluated: the same in a batch of an evaluation; None outside of one.
         losses: this process's share of each mean of the micro-batch: its sum, divided by what the
-            whole mean is divided by; FiniteGuard reads them.
-        buffers: which ones forward changes from its own share.
+            whole mean is divided by; the FiniteGuard reads them.
         divisors: what its means are divided by.
         sizes: of values without a mask, which must be equal in the whole step.
         compiling: lets models be compiled in the first whole step alone, and says when CUDA graphs
@@ -67,7 +63,6 @@ class Step:
         signals: Signals,
         models: Sequence[nn.Module],
         length: Length,
-        wrapped: Sequence[nn.Module] = (),
         say: Callable[[str], object] = print,
     ):
         self.accelerator, self.config, self.signals = accelerator, config, signals
@@ -77,15 +72,15 @@ class Step:
         self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.optimizers = prepared_optimizers(accelerator)
         self.guard = FiniteGuard(accelerator)
-        self.mistakes = Mistakes(accelerator, config.accumulate, wrapped, say)
-        self.buffers = Buffers(accelerator, models, config.accumulate, say)
+        self.loop = LoopGuard(accelerator)
         # Samples per micro-batch, over all processes.
         self.micro_batch_size = config.batch_size // config.accumulate
         self.seed_key: tuple[int, ...] = ()
-        self.description = ""
+        self.number = 0
         self.rates: dict[str, float] = {}
         self.norms: dict[str, torch.Tensor] = {}
         self.num_in_step = self.num_done_in_step = self.num_samples = 0
+        self.num_evaluated: int | None = None
         self.losses: list[torch.Tensor] = []
         self.divisors = Divisors(accelerator, config.accumulate)
         self.sizes = EqualSizes()
@@ -106,9 +101,7 @@ class Step:
         self.seed_key = self.config.seed, progress.epoch, progress.step_in_epoch
         self.rates = learning_rates(self.optimizers)
         self.norms = {}
-        self.description = (
-            f"step {progress.step + 1}, learning rate {self.rates['learning_rate']:.4g}"
-        )
+        self.number = progress.step + 1
         self.num_done_in_step = 0
         # A short step may have fewer: what a script adds to the loss keeps its weight.
         self.accelerator.gradient_accumulation_steps = self.num_micro_batches
@@ -149,8 +142,6 @@ class Step:
         # of processes and micro-batches. Samples that are made meanwhile reseed those of the host.
         seed_generators(device, key("batch", *self.seed_key, first))
         self.losses = []
-        if self.mistakes.num_left:
-            self.buffers.start_micro_batch()
 
     def rows_of(self, rank: int, num_done_in_step: int) -> tuple[int, int]:
         """Return where the rows of a process start in a micro-batch, and their number.
@@ -191,8 +182,6 @@ class Step:
         selection = weights if mask is None else mask
         is_padding = self.num_samples == 0
         check_tensor(CALL, values)
-        if self.mistakes.num_left:
-            check_outer(CALL, values)
         total, count = sum_and_count(CALL, values, mask, weights, is_padding)
         if selection is None:
             self._check(CALL, values, len(self.losses))
@@ -205,7 +194,7 @@ class Step:
         scale = self.accelerator.num_processes * self.num_micro_batches / divisor
         # 0 * share is NaN if share is not finite: an infinite loss can have finite gradients.
         mean = total * (scale + 0 * share)
-        self.mistakes.watch_mean(mean, values)
+        self.loop.watch_mean(mean)
         return mean
 
     def sums(
@@ -217,8 +206,6 @@ class Step:
         for name, value, selection in select("run.add(...)", values, mask, weights):
             call = f"run.add({name}=...)"
             check_tensor(call, value)
-            if self.mistakes.num_left:
-                check_outer(call, value)
             if not selection:
                 self._check(call, value)
             total, count = sum_and_count(
@@ -249,14 +236,11 @@ class Step:
         number = min(map(self.optimizers.index, optimizers))
         self.norms[f"grad_norm_{number}" if number else "grad_norm"] = norm.detach()
         self.clipped |= {optimizer.optimizer for optimizer in optimizers}
-        self.mistakes.look_at_gradients(*optimizers)
-        self.guard.check(norm, self.losses, self.description)
+        self.guard.check(norm, self.losses, self.number, self.rates["learning_rate"])
 
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
-        self.mistakes.finish_micro_batch(is_last, self.num_micro_batches)
-        if self.mistakes.num_left:
-            self.buffers.finish_micro_batch()
+        self.loop.finish_micro_batch(is_last)
         self.num_done_in_step = min(self.num_done_in_step + self.micro_batch_size, self.num_in_step)
         if is_last != (self.num_done_in_step == self.num_in_step):
             raise RuntimeError(
@@ -273,17 +257,10 @@ class Step:
         self.guard.count_skipped(skipped, self.losses)
         if self.clipped - self.stepped and not skipped:
             raise RuntimeError("optimizer.step() is missing after run.clip_and_check(optimizer)")
-        if self.mistakes.num_left:
+        if self.loop.num_left:
             self.sizes.check_processes(self.accelerator)
             self.divisors.check()
-            self.buffers.finish_step()
-            self.mistakes.losses.finish_step()
-        if skipped:
-            self.mistakes.skip_step()
-        else:
-            self.mistakes.finish_step(self.stepped)
-            if not self.mistakes.num_left:
-                self.buffers.close()
+        self.loop.finish_step(set() if skipped else self.stepped)
         self.clipped.clear()
         self.stepped.clear()
         return not skipped
@@ -324,7 +301,7 @@ class Step:
                 "optimizer.step() was called twice in one step of the run, with the same "
                 "gradients: call it once, after run.clip_and_check(optimizer)"
             )
-        self.mistakes.check_zeroed(optimizer)
+        self.loop.check_zeroed(optimizer)
         shards.forget_whole_weights(self.sharded)
         self.stepped.add(optimizer)
 

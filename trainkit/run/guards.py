@@ -1,0 +1,370 @@
+"""What ends a run because a number would be wrong: a value, a gradient, a weight, or a call.
+
+Only what nothing else can see is here. What shows in a script's source, or when two runs of it are
+compared, is found by `python -m trainkit.tools.rehearse`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import gather_object
+
+from trainkit.errors import RunFailure
+from trainkit.hashes import digest
+from trainkit.numbers.means import HostCopy
+from trainkit.numbers.optim import BY_STEP, total_norm, weights_of
+from trainkit.repairs.fixes import unwatch, watch
+from trainkit.repairs.names import prepared_optimizers, prepared_schedulers
+
+NEXT_BATCH = "the next batch"
+# The stages of a run, and the call that comes next in each.
+NEXT = {
+    "new": "`with Run(...) as run`",
+    "entered": "run.load(load_data)",
+    "loaded": "accelerator.prepare(...), then run.begin(model, ...)",
+    "ready": "the next epoch of run.epochs(), or run.finish() when there is none left",
+    "epoch": "`for batch in run.steps(train_loader)`, to its end",
+    "batch": "accelerator.backward(run.step_mean(losses)), in every batch",
+    "backward": "run.clip_and_check(optimizer), then `if run.end_step(): run.save()`",
+    "checked": "`if run.end_step(): run.save()` at the end of the body of run.steps(...)",
+    "must save": "run.save(), because run.end_step() returned True",
+    "counted": "the next batch of run.steps(...)",
+    "trained": "run.end_epoch(metrics)",
+    "over": "nothing, the run is over",
+}
+IN_BATCH = ("batch", "backward", "checked")
+IN_LOOP = (*IN_BATCH, "must save", "counted")
+
+NUM_WATCHED = 3  # steps: every body of a loop has then shown what it forgets
+MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip, so 2**16 has become 2**-14
+DIFFERENT = 1e-5  # relative difference of norms; equal GPUs give equal bits, others nearly
+REMEDY = "try a smaller --learning-rate, a longer --warmup or --clip-norm 1"
+
+
+def out_of_order(call: str, stage: str, *stages: str) -> RuntimeError:
+    """The error of a call in this stage that may be made only in those stages, if in any."""
+    sentence = f"{call} is out of order: what comes next is {NEXT[stage]}"
+    return RuntimeError(sentence + likely_reason(call, stage, stages))
+
+
+def likely_reason(call: str, stage: str, stages: Sequence[str]) -> str:
+    """What the loop may have done, as the end of the sentence; "" if NEXT says it all."""
+    if call == NEXT_BATCH and stage in IN_BATCH:  # the body came to its end, or to a `continue`
+        return ", which `continue` must not skip; to end the run early, run.stop() before that"
+    uses_gradients = "backward" in stages and "batch" not in stages
+    if stage == "batch" and uses_gradients:
+        return (
+            "; if accelerator.backward(...) was called in this batch, its loss did not come from "
+            'run.step_mean(losses), which takes the loss of each sample (reduction="none")'
+        )
+    is_of_loop = any(each in IN_LOOP for each in stages)
+    if stage == "counted" or (stage in IN_LOOP and not is_of_loop):
+        return (
+            ". Either this stands in the body of run.steps(...), or `break` has left that loop, "
+            "or zip(...) with something shorter, which must go to its end: to end the run early, "
+            "call run.stop() before run.end_step(); to evaluate sooner, give --eval-every"
+        )
+    return ""
+
+
+class Staged(Protocol):
+    """A run, which knows its stage."""
+
+    stage: str
+
+
+def need(run: Staged, call: str, *stages: str) -> None:
+    if run.stage not in stages:
+        raise out_of_order(call, run.stage, *stages)
+
+
+def need_gradients(run: Staged) -> None:
+    """Raise RuntimeError at the end of a step that did not use its gradients."""
+    if run.stage == "backward":
+        raise RuntimeError(
+            "run.end_step() came without run.clip_and_check(optimizer): each batch of "
+            "run.steps(...) is a step of the optimizer; to add up the gradients of N batches give "
+            "--accumulate N and N times the --batch-size"
+        )
+    need(run, "run.end_step()", "checked")
+
+
+def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Callable]:
+    """Decorate a method that may be called only in these stages; `then` is the stage after it.
+
+    Without `then` the stage does not change. A generator sets later stages itself.
+    """
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def checked(run: Staged, *args: Any, **options: Any) -> Any:
+            need(run, f"run.{method.__name__}(...)", *stages)
+            result = method(run, *args, **options)
+            run.stage = then or run.stage
+            return result
+
+        return checked
+
+    return decorate
+
+
+class LoopGuard:
+    """Refuses what a copied loop forgets: zero_grad(), scheduler.step(), the mean of the step.
+
+    Only the first steps are looked at for zero_grad() and the mean, so that it costs nothing later.
+
+    Attributes:
+        num_left: steps that are still looked at.
+        smallest: the smallest trained weight of each optimizer.
+        gradients: of each optimizer, the gradient of that weight in its last step.
+        zeroed: the optimizers whose zero_grad() was called since their last step.
+        in_window: the step has earlier micro-batches, and no optimizer was stepped yet.
+        has_mean, has_gradient: of this micro-batch there is a mean, and a gradient has come to it.
+        positions: how often each schedule of make_scheduler was stepped until the last step's end.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.num_left = NUM_WATCHED
+        self.smallest: dict[torch.optim.Optimizer, torch.Tensor] = {}
+        self.gradients: dict[torch.optim.Optimizer, torch.Tensor | None] = {}
+        self.zeroed: set[torch.optim.Optimizer] = set()
+        self.in_window = self.has_mean = self.has_gradient = False
+        self.positions: dict[Any, int] = {}
+        for prepared in prepared_optimizers(accelerator):
+            optimizer = prepared.optimizer
+            weights = weights_of(optimizer)
+            trained = [weight for weight in weights if weight.requires_grad] or weights
+            self.smallest[optimizer] = min(trained, key=torch.numel)
+            watch(optimizer, "zero_grad", partial(self._note_zeroed, optimizer))
+
+    def _note_zeroed(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+        if self.in_window:
+            raise RuntimeError(
+                "optimizer.zero_grad() before the step drops the gradients of the earlier "
+                "micro-batches of --accumulate: call it after optimizer.step()"
+            )
+        self.zeroed.add(optimizer)
+
+    def start_steps(self) -> None:
+        """Remember where the schedules are when run.steps(...) is called for the first time."""
+        self.positions = self.positions or self._positions()
+
+    def watch_mean(self, mean: torch.Tensor) -> None:
+        """See whether a gradient comes to a mean of run.step_mean."""
+        if self.num_left and mean.requires_grad:
+            self.has_mean = True
+            mean.register_hook(self._note_gradient)
+
+    def _note_gradient(self, _: torch.Tensor) -> None:
+        self.has_gradient = True
+
+    def finish_micro_batch(self, is_last: bool) -> None:
+        """Raise RuntimeError if nothing was learned from the mean; is_last: a step followed."""
+        if self.has_mean and not self.has_gradient:
+            raise RuntimeError(
+                "no gradient came to what run.step_mean(...) returned, so the weights do not learn "
+                "from the mean of the step: call accelerator.backward(run.step_mean(losses)), with "
+                "losses that the model has computed, and not a mean by hand, as losses.mean() is"
+            )
+        self.has_mean = self.has_gradient = False
+        self.in_window = not is_last and self.num_left > 0
+
+    def check_zeroed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if the gradients of the last step are still in those of this one."""
+        self.in_window = False
+        if not self.num_left:
+            return
+        gradient = self.smallest[optimizer].grad
+        is_left = gradient is not None and gradient is self.gradients.get(optimizer)
+        if is_left and optimizer not in self.zeroed:
+            raise RuntimeError(
+                "optimizer.zero_grad() was not called since the last step, whose gradients are "
+                "still in those of this one: call it after optimizer.step()"
+            )
+        self.gradients[optimizer] = gradient
+        self.zeroed.discard(optimizer)
+
+    def finish_step(self, stepped: Set[torch.optim.Optimizer]) -> None:
+        """Raise RuntimeError unless each schedule of make_scheduler moved once with its optimizer.
+
+        stepped: the optimizers that were stepped; none if fp16 skipped the step.
+        """
+        before, self.positions = self.positions, self._positions()
+        for schedule, now in self.positions.items():
+            moved = now - before.get(schedule, now)
+            if moved > 1 or (moved == 0 and schedule.optimizer in stepped):
+                raise RuntimeError(
+                    f"scheduler.step() was called {moved} times since the last step, and a "
+                    "schedule of make_scheduler(...) goes by steps: call it once, after "
+                    "optimizer.step() and before run.end_step(), and not at the end of an epoch"
+                )
+        if self.num_left and stepped:
+            self.num_left -= 1
+            if not self.num_left:
+                self.gradients.clear()
+                for optimizer in self.smallest:
+                    unwatch(optimizer, "zero_grad")
+
+    def _positions(self) -> dict[Any, int]:
+        schedules = (prepared.scheduler for prepared in prepared_schedulers(self.accelerator))
+        return {each: each.last_epoch for each in schedules if each in BY_STEP}
+
+
+def check_tensor(call: str, values: object) -> None:
+    """Raise RuntimeError unless the values are a tensor, as loss.item() is not."""
+    if not isinstance(values, torch.Tensor):
+        raise RuntimeError(
+            f"{call} got a {type(values).__name__} and no tensor: give it the values of each "
+            'sample, as losses with reduction="none" are, without .item()'
+        )
+
+
+def check_rows(call: str, values: torch.Tensor | list, num_samples: int) -> None:
+    """Raise RuntimeError unless there is a row for each of the samples, or for a padding sample."""
+    is_number = isinstance(values, torch.Tensor) and values.ndim == 0
+    if is_number or len(values) != max(1, num_samples):
+        rows = "a single number" if is_number else f"{len(values)} rows"
+        raise RuntimeError(
+            f"{call} got {rows} for a batch of {num_samples} samples: give it the values of each "
+            'sample, as losses with reduction="none" are, or say which values count with mask='
+        )
+
+
+class EqualSizes:
+    """Refuses values (samples, ...) with different trailing sizes where one mean goes over them.
+
+    Such values were padded, each batch to its own longest sample, so their mean would depend on how
+    the samples are shared out to processes and batches.
+    """
+
+    def __init__(self):
+        self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.hashes: dict[int, str] = {}  # of those of earlier steps, by step, where there are any
+        self.num_steps = 0
+
+    def start_step(self) -> None:
+        """Let the sizes be others from here on: each step has means of its own."""
+        if self.sizes:
+            self.hashes[self.num_steps] = digest(repr(self.sizes))
+        self.num_steps += 1
+        self.sizes.clear()
+
+    def check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
+        """Raise RuntimeError if earlier values had other sizes; number: of equal calls."""
+        sizes = tuple(values.shape[1:])
+        if sizes and self.sizes.setdefault((call, number), sizes) != sizes:
+            raise different_sizes(call)
+
+    def check_processes(self, accelerator: Accelerator) -> None:
+        """Raise RuntimeError if other processes had other sizes. Every process must call this.
+
+        A process may have none in a step, for example because it had a padding sample.
+        """
+        if accelerator.num_processes > 1:
+            for hashes, sizes in gather_object([(self.hashes, self.sizes)]):
+                for (call, number), other in sizes.items():
+                    if self.sizes.get((call, number), other) != other:
+                        raise different_sizes(call)
+                if any(self.hashes.get(step, other) != other for step, other in hashes.items()):
+                    raise different_sizes("run.step_mean(...) or run.add(...)")
+        self.hashes.clear()
+        self.sizes.clear()
+
+
+def different_sizes(call: str) -> RuntimeError:
+    return RuntimeError(
+        f"{call} got values of shape (samples, ...) with different trailing sizes in different "
+        "processes, micro-batches or batches: pass mask= if they are padded, or one value for each "
+        "sample"
+    )
+
+
+class FiniteGuard:
+    """Stops all processes at the first step whose gradient is not finite.
+
+    Gradients are already averaged over the processes, so all of them see the same norm. On a GPU
+    the norm is read one step late, because reading it makes the host wait for the device. By then
+    the weights in memory may be lost, but the checkpoints are not. Under fp16 an overflow is not an
+    error, because GradScaler skips the step; MAX_SKIPPED skipped steps in a row are an error.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.step, self.rate = 0, 0.0  # the last one, and its learning rate
+        # The norm of a step, being copied to the host, the losses of the step, its number and rate.
+        self.pending: list[tuple[HostCopy, Sequence[torch.Tensor], int, float]] = []
+        self.num_skipped = 0  # in a row, under fp16
+
+    def check(
+        self, grad_norm: torch.Tensor, losses: Sequence[torch.Tensor], step: int, rate: float
+    ) -> None:
+        """Call between backward and optimizer.step(), in every process, when gradients are synced.
+
+        `losses` are this process's shares; error messages give their sums over the processes.
+        Raises RunFailure on all processes.
+        """
+        self._read_pending(before=step)
+        self.step, self.rate = step, rate
+        if self.accelerator.scaler is not None:
+            return
+        self.pending.append((HostCopy(grad_norm), [*losses], step, rate))
+        if grad_norm.device.type == "cpu":
+            self._read_pending()
+
+    def count_skipped(self, skipped: bool, losses: Sequence[torch.Tensor]) -> None:
+        """Raise RunFailure on all processes if fp16 skipped MAX_SKIPPED steps in a row."""
+        self.num_skipped = self.num_skipped + 1 if skipped else 0
+        if self.num_skipped == MAX_SKIPPED:
+            self._fail(math.inf, losses, self.step, self.rate)
+
+    def finish(self, *optimizers: AcceleratedOptimizer) -> None:
+        """Check the norms still being copied, and the weights. Call before a checkpoint."""
+        self._read_pending()
+        after = f"after {name_step(self.step, self.rate)}"
+        for optimizer in optimizers:
+            norm = total_norm(weights_of(optimizer))
+            rates = norm.new_tensor(sum(float(group["lr"]) for group in optimizer.param_groups))
+            numbers = self.accelerator.gather(torch.stack((norm, rates))[None]).T
+            norms = numbers[0].tolist()
+            if not math.isfinite(sum(norms)):
+                raise RunFailure(
+                    f"the weights are not finite {after}: their norm is {norms[0]:.4g}; the "
+                    "checkpoints are untouched: try a smaller --learning-rate"
+                )
+            lowest, highest = numbers.aminmax(dim=1)
+            if (highest - lowest > DIFFERENT * highest).any():
+                raise RunFailure(
+                    f"the weights or learning rates differ between the processes {after}, norms of "
+                    f"the weights {min(norms):.4g} to {max(norms):.4g}: change them in the same "
+                    "way on every process"
+                )
+
+    def _read_pending(self, before: int | None = None) -> None:
+        while self.pending and self.pending[0][2] != before:
+            copied, losses, step, rate = self.pending.pop(0)
+            norm = copied.read().item()
+            if not math.isfinite(norm):
+                self._fail(norm, losses, step, rate)
+
+    def _fail(
+        self, norm: float, losses: Sequence[torch.Tensor], step: int, rate: float
+    ) -> NoReturn:
+        # All processes come here in the same step, so they may communicate.
+        shares = torch.stack([loss.float() for loss in losses])
+        sums = self.accelerator.reduce(shares, reduction="sum").tolist()
+        raise RunFailure(
+            f"loss or gradient is not finite at {name_step(step, rate)}: loss "
+            f"{' and '.join(f'{loss:.4g}' for loss in sums)}, gradient norm {norm:.4g}; the "
+            f"checkpoints are untouched: {REMEDY}"
+        )
+
+
+def name_step(step: int, rate: float) -> str:
+    return f"step {step}, learning rate {rate:.4g}"
