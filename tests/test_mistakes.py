@@ -270,7 +270,7 @@ def a_mask_of_another_shape(script):
     script.before_the_loss = take_a_mean
 
 
-@told('got a single number, with mask= of shape .*: give it the values of each .*reduction="none"')
+@told(r'values of shape \(\), with mask= .*losses with reduction="none" are not yet reduced')
 def a_mask_beside_a_single_number(script):
     script.mean = lambda losses: script.run.step_mean(losses.mean(), mask=losses > -1)
 
@@ -290,7 +290,7 @@ def an_evaluated_item(script):
     script.judge = lambda batch: script.losses_of(batch).mean().item()
 
 
-@told('add.loss=.* a single number, with weights= of shape .*reduction="none"')
+@told(r'add.loss=.* values of shape \(\), with .*reduction="none"')
 def a_value_to_log_that_is_a_single_number_beside_weights(script):
     def add(batch):
         script.run.add(loss=batch["y"].mean(), weights=torch.ones_like(batch["y"]))
@@ -298,7 +298,7 @@ def a_value_to_log_that_is_a_single_number_beside_weights(script):
     script.before_the_loss = add
 
 
-@told(r"evaluate.* got a single number, with mask= of shape \(10, 1\)")
+@told(r"evaluate.* values of shape \(\), with mask= .* of shape \(10, 1\)")
 def an_evaluated_number_beside_a_mask(script):
     def evaluate():
         return script.run.evaluate(
@@ -308,7 +308,7 @@ def an_evaluated_number_beside_a_mask(script):
     script.evaluate = evaluate
 
 
-@told(r'of shape \(4, 2\) .* same shape.*reduction="none" were not yet reduced')
+@told(r'of shape \(4, 2\) .* same shape.*reduction="none" are not yet reduced')
 def a_mask_of_pixels_beside_a_loss_of_each_picture(script):
     script.before_the_loss = lambda batch: script.run.step_mean(
         torch.ones(4), mask=torch.ones(4, 2) > 0
@@ -336,13 +336,13 @@ def weights_that_were_not_counted(script):
 @told("over=None: it goes with mask= .* which are 'boxes'")
 def a_mask_without_its_count(script):
     def take_a_mean(batch):
-        script.run.step.divisors.ahead["boxes"] = None
+        script.run.step.divisors.given["boxes"] = None
         script.run.step_mean(torch.ones(4), torch.ones(4) > 0)
 
     script.before_the_loss = take_a_mean
 
 
-@told("over='boxes': it goes with mask= or weights=, .* was given none")
+@told("over='boxes': it goes with mask= or weights=, .* which are none")
 def a_count_without_a_mask(script):
     script.before_the_loss = lambda batch: script.run.step_mean(torch.ones(4), over="boxes")
 
@@ -350,7 +350,7 @@ def a_count_without_a_mask(script):
 @told("over='boxes': it goes with mask= or weights=")
 def a_count_that_is_known_without_a_mask(script):
     def take_a_mean(batch):
-        script.run.step.divisors.ahead["boxes"] = None
+        script.run.step.divisors.given["boxes"] = None
         script.run.step_mean(torch.ones(4), over="boxes")
 
     script.before_the_loss = take_a_mean

@@ -12,6 +12,94 @@ from accelerate.utils import gather_object
 from trainkit.errors import UsageError
 from trainkit.repairs.names import add_to_each
 
+# mask= or weights=: one tensor for all values, or one for each of some names.
+Selection: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
+# What count=, of run.steps, returns for a micro-batch: how many values its mean is over, or, of
+# several means, each by its name.
+Number: TypeAlias = torch.Tensor | float
+CountValues = Callable[[Any], Number | dict[str, Number]]
+
+DIFFERENT = 1e-5  # relative difference of two sums of weights, which may be added up in any order
+
+
+def exact_type(device: torch.device) -> torch.dtype:
+    """float64, in which a count may exceed 2**24; float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sum_of(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The sum in this dtype; by default in that of the values, and in float32 for 16-bit values.
+
+    A 16-bit sum would overflow or lose precision.
+    """
+    if dtype is None and values.dtype.itemsize == 2:
+        dtype = torch.float32
+    return values.sum(dtype=dtype)
+
+
+def sum_and_count(
+    call: str,
+    values: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    is_padding: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """Return the sum and the number of the values, or of those where `mask` is True.
+
+    With weights, return the sum of weights * values and the sum of weights. The host does not wait.
+    dtype: of the sums, as in sum_of.
+    Of a padding sample, in a process that has no other, nothing counts; the sum keeps its graph
+    and its gradient is 0.
+    """
+    selection = mask if weights is None else weights
+    if selection is not None:
+        fits = selection.dtype == torch.bool if weights is None else selection.is_floating_point()
+        both = mask is not None and weights is not None
+        if both or not fits or selection.requires_grad or selection.shape != values.shape:
+            raise RuntimeError(
+                f"{call} got values of shape {tuple(values.shape)}, with mask= or weights= of "
+                f"shape {tuple(selection.shape)} and {selection.dtype}: give it one of the two, of "
+                "the same shape, a mask as bool, weights as float without a gradient; losses with "
+                'reduction="none" are not yet reduced'
+            )
+    count: int | torch.Tensor = values.numel()
+    if selection is not None:
+        count = sum_of(selection, dtype) if mask is None else selection.sum()
+    if is_padding:  # the counts of all processes are added up, so they have one dtype
+        nothing = torch.zeros_like(values, dtype=torch.bool)
+        return sum_of(torch.where(nothing, values, 0), dtype), count * 0
+    if mask is not None:
+        values = torch.where(mask, values, 0)
+    elif weights is not None:
+        values = torch.where(weights != 0, values * weights, 0)
+    return sum_of(values, dtype), count
+
+
+def select(
+    call: str,
+    values: dict[str, torch.Tensor],
+    mask: Selection = None,
+    weights: Selection = None,
+) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
+    """Yield each name with its values and what selects from them: {}, or its mask or weights.
+
+    Raises RuntimeError if a mask or weights are for a name that is not among the values.
+    """
+    chosen: dict[str, dict[str, torch.Tensor]] = {name: {} for name in values}
+    for kind, selection in (("mask", mask), ("weights", weights)):
+        if isinstance(selection, torch.Tensor):
+            selection = dict.fromkeys(values, selection)
+        for name, tensor in (selection or {}).items():
+            if name not in values:
+                raise RuntimeError(
+                    f"{call} got {kind}= for {name!r}, but values only of {', '.join(values)}: "
+                    "name what it selects from"
+                )
+            chosen[name][kind] = tensor
+    for name, value in values.items():
+        yield name, value, chosen[name]
+
 
 class HostCopy:
     """A copy of a tensor on the host. Making it does not wait for the device; `read` does."""
@@ -30,10 +118,6 @@ class HostCopy:
         return self.values
 
 
-# mask= or weights=: one tensor for all values, or one for each of some names.
-Selection: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
-
-
 class RunningMeans:
     """Means of the values of an epoch over all processes. Adding does not wait for the device.
 
@@ -43,24 +127,20 @@ class RunningMeans:
 
     Args:
         gather: like gather_object, which waits for a GPU; Signals.gather does not.
-
-    Attributes:
-        window: sum and count of each name in the last flush that has ended.
-        flushing: the names, and their sums and counts, of one that has not.
     """
 
     def __init__(self, accelerator: Accelerator, gather: Callable[[list], list] = gather_object):
         self.accelerator = accelerator
         self.gather = gather
         self.dtype = exact_type(accelerator.device)
-        self.window: dict[str, np.ndarray] = {}
-        self.flushing: tuple[list[str], HostCopy] | None = None
         # Since the last flush.
         self.sums: dict[str, torch.Tensor] = defaultdict(
             lambda: torch.zeros((), dtype=self.dtype, device=accelerator.device)
         )
         self.counts: dict[str, int | torch.Tensor] = defaultdict(int)
         self.totals: dict[str, np.ndarray] = {}  # sum and count of the epoch, flushed
+        self.window: dict[str, np.ndarray] = {}  # the same of the last flush that has ended
+        self.flushing: tuple[list[str], HostCopy] | None = None  # of one that has not
 
     def add_all(self, values: Iterable[tuple[str, torch.Tensor, int | torch.Tensor]]) -> None:
         """For each name, add the sum of `count` values of this process, a scalar on the device."""
@@ -91,7 +171,7 @@ class RunningMeans:
         It flushes nothing, so an evaluation does not change the rounding of later means.
         """
         self._arrive()
-        window = named_pairs(sorted(self.totals), self._reduce())
+        window = pairs_of(sorted(self.totals), self._reduce())
         return divide(prefix, {name: self.totals[name] + window[name] for name in self.totals})
 
     def clear(self) -> None:
@@ -121,7 +201,7 @@ class RunningMeans:
             self.counts[name] = int(count) if count.item().is_integer() else count.item()
 
     def _row(self) -> torch.Tensor:
-        """Sum and count of each name, sorted by name; float64, because a count may exceed 2**24.
+        """Sum and count of each name, sorted by name.
 
         Every process must call this. Raises RuntimeError if their names differ.
         """
@@ -134,8 +214,7 @@ class RunningMeans:
                     f"process and {', '.join(others[0]) or 'nothing'} on another: every process "
                     "must add the same names"
                 )
-        device = self.accelerator.device
-        dtype = self.dtype
+        device, dtype = self.accelerator.device, self.dtype
         numbers = []
         for name in names:
             count = self.counts[name]
@@ -154,20 +233,15 @@ class RunningMeans:
             return
         names, copied = self.flushing
         self.flushing = None
-        window = named_pairs(names, copied.read())
+        window = pairs_of(names, copied.read())
         self.window = {name: window[name] for name in self.totals if name in window}
         for name, pair in window.items():
             self.totals[name] = self.totals[name] + pair
 
 
-def named_pairs(names: Sequence[str], row: torch.Tensor) -> dict[str, np.ndarray]:
+def pairs_of(names: Sequence[str], row: torch.Tensor) -> dict[str, np.ndarray]:
     """Sum and count of each name in a row of them all."""
     return dict(zip(names, map(np.array, row.view(-1, 2).tolist()), strict=True))
-
-
-def exact_type(device: torch.device) -> torch.dtype:
-    """float64, in which a count may exceed 2**24; float32 on MPS, which has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def divide(prefix: str, pairs: dict[str, np.ndarray]) -> dict[str, float]:
@@ -177,126 +251,28 @@ def divide(prefix: str, pairs: dict[str, np.ndarray]) -> dict[str, float]:
     }
 
 
-def select(
-    call: str,
-    values: dict[str, torch.Tensor],
-    mask: Selection = None,
-    weights: Selection = None,
-) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
-    """Yield each name with its values and what selects from them: {}, or its mask or weights.
-
-    Args:
-        mask, weights: a tensor for all values, or a dict with one for some of the names.
-
-    Raises RuntimeError if such a dict has a name that is not among the values.
-    """
-    chosen: dict[str, dict[str, torch.Tensor]] = {name: {} for name in values}
-    for kind, selection in (("mask", mask), ("weights", weights)):
-        if isinstance(selection, torch.Tensor):
-            selection = dict.fromkeys(values, selection)
-        for name, tensor in (selection or {}).items():
-            if name not in values:
-                raise RuntimeError(
-                    f"{call} got {kind}= for {name!r}, but values only of {', '.join(values)}: "
-                    "name what it selects from"
-                )
-            chosen[name][kind] = tensor
-    for name, value in values.items():
-        yield name, value, chosen[name]
-
-
-def sum_and_count(
-    call: str,
-    values: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    is_padding: bool = False,
-    dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """Return the sum and the number of the values, or of those where `mask` is True.
-
-    With weights, return the sum of weights * values and the sum of weights. The host does not wait.
-    dtype: of the sums, as in sum_of.
-    Of a padding sample, in a process that has no other, nothing counts; the sum keeps its graph
-    and its gradient is 0.
-    """
-    selection = mask if weights is None else weights
-    if selection is not None:
-        fits = selection.dtype == torch.bool if weights is None else selection.is_floating_point()
-        both = mask is not None and weights is not None
-        if values.ndim == 0 and selection.ndim:
-            kind = "mask" if weights is None else "weights"
-            raise RuntimeError(
-                f"{call} got a single number, with {kind}= of shape {tuple(selection.shape)}: give "
-                'it the values of each sample, as losses with reduction="none" are'
-            )
-        if both or not fits or selection.requires_grad or selection.shape != values.shape:
-            raise RuntimeError(
-                f"{call} got values of shape {tuple(values.shape)}, with mask= or weights= of "
-                f"shape {tuple(selection.shape)} and {selection.dtype}: give it one of the two, of "
-                "the same shape, a mask as bool, weights as float without a gradient"
-                + reduced_too_early(values, selection)
-            )
-    count: int | torch.Tensor = values.numel()
-    if selection is not None:
-        count = sum_of(selection, dtype) if mask is None else selection.sum()
-    if is_padding:  # the counts of all processes are added up, so they have one dtype
-        nothing = torch.zeros_like(values, dtype=torch.bool)
-        return sum_of(torch.where(nothing, values, 0), dtype), count * 0
-    if mask is not None:
-        values = torch.where(mask, values, 0)
-    elif weights is not None:
-        values = torch.where(weights != 0, values * weights, 0)
-    return sum_of(values, dtype), count
-
-
-def reduced_too_early(values: torch.Tensor, selection: torch.Tensor) -> str:
-    """The end of a sentence about values with fewer dimensions than what selects from them."""
-    more = selection.shape[values.ndim :]
-    is_reduced = selection.shape[: values.ndim] == values.shape and more.numel() > 1
-    return '; losses with reduction="none" were not yet reduced' if is_reduced else ""
-
-
-def sum_of(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The sum in this dtype; by default in that of the values, and in float32 for 16-bit values.
-
-    A 16-bit sum would overflow or lose precision.
-    """
-    if dtype is None and values.dtype.itemsize == 2:
-        dtype = torch.float32
-    return values.sum(dtype=dtype)
-
-
-# What count=, of run.steps, returns for a micro-batch: how many values its mean is over, or, of
-# several means, each by its name.
-Number: TypeAlias = torch.Tensor | float
-CountValues = Callable[[Any], Number | dict[str, Number]]
-
-UNNAMED = ""  # the name of a count that was returned alone
-DIFFERENT = 1e-5  # relative difference of two sums of weights, which may be added up in any order
-
-
 class Divisors:
-    """The counts of the means of one step.
+    """What each mean of a step is divided by: its own count, over processes and micro-batches.
 
     The gradients of a step are added up, so each count must be known before the first backward:
 
     * Without a mask it follows from the number of samples in the step.
     * With --accumulate 1 it is summed over the processes at once.
-    * With more micro-batches, count= of run.steps gives it ahead.
+    * With more micro-batches, count= of run.steps gives it before the first.
 
     Attributes:
-        ahead: what count= gave, by name: for each micro-batch of this process, for the whole step.
+        given: what count= gave, by name: for each micro-batch of this process, for the whole step.
+            A count that was returned alone has the name None.
         miscounted: how often a mask differed from what count= gave, by name.
     """
 
     def __init__(self, accelerator: Accelerator, accumulate: int):
         self.accelerator = accelerator
         self.accumulate = accumulate
-        self.ahead: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.miscounted: dict[str, torch.Tensor] = {}
+        self.given: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.miscounted: dict[str | None, torch.Tensor] = {}
 
-    def count_ahead(
+    def count_micro_batches(
         self, count: CountValues, micro_batches: Sequence[Any], has_samples: Sequence[bool]
     ) -> None:
         """Add up count(micro_batch), by name, over the micro-batches and the processes.
@@ -305,9 +281,10 @@ class Divisors:
         """
         device = self.accelerator.device
         with torch.no_grad():
-            counts = [by_name(count(micro_batch)) for micro_batch in micro_batches]
-            names = sorted(counts[0])
-            everybody = [sorted(part) for part in counts]
+            counts = [count(micro_batch) for micro_batch in micro_batches]
+            parts = [part if isinstance(part, dict) else {None: part} for part in counts]
+            names = sorted(parts[0], key=str)
+            everybody = [sorted(part, key=str) for part in parts]
             if not self.miscounted:  # in the first step: other names would make a process wait
                 everybody = gather_object(everybody)
             if any(theirs != names for theirs in everybody):
@@ -318,7 +295,7 @@ class Divisors:
                 )
             rows = [
                 torch.stack([torch.as_tensor(part[name], device=device).sum() for name in names])
-                for part in counts
+                for part in parts
             ]
         # Whole numbers stay whole; a sum of weights may be larger than float32 can count.
         rows = [row.to(exact_type(device)) if row.is_floating_point() else row for row in rows]
@@ -327,7 +304,7 @@ class Divisors:
             [row * int(has) for row, has in zip(rows, has_samples, strict=True)]
         )
         totals = self._sum(local_counts.sum(0))
-        self.ahead = {name: (local_counts[:, k], totals[k]) for k, name in enumerate(names)}
+        self.given = {name: (local_counts[:, k], totals[k]) for k, name in enumerate(names)}
         # On every process the same names, because check() adds up over the processes.
         self.miscounted = {name: self.miscounted.get(name, 0 * totals[0]) for name in names}
 
@@ -348,13 +325,12 @@ class Divisors:
 
         Raises UsageError if the count is needed and count= was not given.
         """
-        if mask_or_weights is None:
-            if over is not None:
-                raise self._unknown(over)
+        if mask_or_weights is None and over is None:
             return count
-        if self.accumulate == 1:
-            return at_least_one(self._sum(count))
-        if not self.ahead:
+        if mask_or_weights is not None and self.accumulate == 1:
+            total = self._sum(count)
+            return total + (total == 0)  # if nothing counts, the sum is 0, and so is the mean
+        if mask_or_weights is not None and not self.given:
             raise UsageError(
                 f"--accumulate {self.accumulate}: a mean with mask= or weights= is divided by how "
                 "many values count in all micro-batches of the step, which must be known before "
@@ -362,15 +338,18 @@ class Divisors:
                 "returns this number for a micro-batch (docs/loop.md, Several means), or use "
                 "--accumulate 1"
             )
-        name = UNNAMED if over is None else over
-        if name not in self.ahead:
-            raise self._unknown(over)
-        local_counts, total = self.ahead[name]
+        if mask_or_weights is None or over not in self.given:
+            raise RuntimeError(
+                f"run.step_mean(...) got over={over!r}: it goes with mask= or weights=, and must "
+                "be a name that count= of run.steps(...) returns, which are "
+                f"{', '.join(map(repr, self.given)) or 'none'} (None: one number, without a name)"
+            )
+        local_counts, total = self.given[over]
         difference = (count - local_counts[micro_batch]).abs()
         is_mask = mask_or_weights.dtype == torch.bool
         allowed = 0 if is_mask else DIFFERENT * local_counts[micro_batch].abs()
-        self.miscounted[name] = self.miscounted[name] + (difference > allowed)
-        return at_least_one(total)
+        self.miscounted[over] = self.miscounted[over] + (difference > allowed)
+        return total + (total == 0)
 
     def check(self) -> None:
         """Raise RuntimeError if what count= gave is not what the masks select.
@@ -379,7 +358,7 @@ class Divisors:
         """
         for name, number in self.miscounted.items():
             if self._sum(number) > 0:
-                over = f", over={name!r}" if name != UNNAMED else ""
+                over = "" if name is None else f", over={name!r}"
                 raise RuntimeError(
                     f"count= of run.steps(...) and what run.step_mean(...{over}) selects "
                     "differ: count= must return the sum of the same mask, or of the same weights "
@@ -391,22 +370,3 @@ class Divisors:
         if self.accelerator.num_processes == 1:
             return count  # Accelerate would copy it
         return self.accelerator.reduce(count, reduction="sum")
-
-    def _unknown(self, over: str | None) -> RuntimeError:
-        names = ", ".join(map(repr, self.ahead)) or "nothing, or run.steps(...) was given none"
-        if [*self.ahead] == [UNNAMED]:
-            names = "one number, without a name"
-        return RuntimeError(
-            f"run.step_mean(...) got over={over!r}: it goes with mask= or weights=, and must "
-            f"be a name that count= of run.steps(...) returns, which are {names}"
-        )
-
-
-def by_name(counts: Number | dict[str, Number]) -> dict[str, Number]:
-    """What count= returned, by name."""
-    return counts if isinstance(counts, dict) else {UNNAMED: counts}
-
-
-def at_least_one(count: torch.Tensor) -> torch.Tensor:
-    """The count, or 1 if nothing counts: the sum is then 0, and so is the mean."""
-    return count + (count == 0)

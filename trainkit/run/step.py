@@ -125,7 +125,7 @@ class Step:
         rank = self.accelerator.process_index
         firsts = range(0, self.num_in_step, self.micro_batch_size)
         has_samples = [self.rows_of(rank, first)[1] > 0 for first in firsts]
-        self.divisors.count_ahead(count, micro_batches, has_samples)
+        self.divisors.count_micro_batches(count, micro_batches, has_samples)
 
     def start_micro_batch(self, loader: DataLoader) -> None:
         """Seed the random numbers of the next forward pass by where it is in the step."""
