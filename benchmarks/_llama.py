@@ -121,7 +121,6 @@ def main(argv: list[str] | None = None) -> None:
                 accelerator.backward(run.step_mean(losses["loss"]))
                 if rank == 0:
                     sys.stdout.write("".join(f"sent {axis} {sent[axis]}\n" for axis in sent))
-                run.clip_and_check(optimizer)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

@@ -127,7 +127,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 with accelerator.accumulate(model):
                     values = compute_losses(model, batch)
                     accelerator.backward(run.step_mean(values["loss"], values["mask"]))
-                    run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()

@@ -133,7 +133,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     accelerator.backward(run.step_mean(losses_g), inputs=[*models[0].parameters()])
                     # Both steps come after both passes: --accumulate then changes no number.
                     for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-                        run.clip_and_check(optimizer)
                         optimizer.step()
                         scheduler.step()
                         optimizer.zero_grad()

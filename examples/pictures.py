@@ -172,7 +172,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                         logits, targets, reduction="none", label_smoothing=config.label_smoothing
                     )
                     accelerator.backward(run.step_mean(losses))
-                    run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()

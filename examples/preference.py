@@ -130,7 +130,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 with accelerator.accumulate(model):
                     values = compute_values(model, batch, config)
                     accelerator.backward(run.step_mean(values["loss"]))
-                    run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()

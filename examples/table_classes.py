@@ -117,7 +117,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     targets = labels[:, None].expand(logits.shape[:2])
                     losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
                     accelerator.backward(run.step_mean(losses))
-                    run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()

@@ -103,7 +103,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     # The others of the whole batch, also those that other processes have.
                     losses = contrast(rows, *run.gather(rows))
                     accelerator.backward(run.step_mean(losses))
-                    run.clip_and_check(optimizer)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()

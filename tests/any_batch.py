@@ -143,7 +143,6 @@ def main(argv):
                     loss = run.step_mean(values["loss"], mask=mask, over=over[0])
                     loss = loss + run.step_mean(values["loss_size"], weights=weights, over=over[1])
                     accelerator.backward(loss + run.step_mean(values["loss_plain"]))
-                    run.clip_and_check(optimizer)
                     with torch.no_grad():
                         model(batch)  # computed before the step, and not to be used after it
                     optimizer.step()

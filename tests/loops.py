@@ -75,8 +75,6 @@ def train(
                 with run.accelerator.accumulate(one, two):
                     loss = (two(one(batch["x"])) - batch["y"]).square()
                     run.accelerator.backward(run.step_mean(loss))
-                    for optimizer in optimizers:
-                        run.clip_and_check(optimizer)
                     for part in (*optimizers, *schedules):
                         part.step()
                     for optimizer in optimizers:

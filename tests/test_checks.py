@@ -150,7 +150,6 @@ def main(argv):
             for x, _ in run.steps(train_loader):
                 with run.accelerator.accumulate(model):
                     run.accelerator.backward(run.step_mean(model(x).abs()))
-                    run.clip_and_check(optimizer)
                     optimizer.step()
                     optimizer.zero_grad()
                 if run.end_step():

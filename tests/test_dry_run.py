@@ -80,7 +80,6 @@ def main(argv=None):
                 with run.accelerator.accumulate(model):
                     losses = model(x)[:, 0] ** 2
                     run.accelerator.backward(run.step_mean(losses))
-                    run.clip_and_check(optimizer)
                     optimizer.step(), schedule.step(), optimizer.zero_grad()
                 run.add(loss=losses)
                 if run.end_step():

@@ -84,8 +84,10 @@ def train_two(run_dir: Path, order: str, overflows: tuple[int, ...] = ()) -> lis
     edits = [
         (r"body\(run, next\(numbers\)\)", "number = next(numbers)"),
         (r"step_mean\(loss\)", "step_mean(loss * (1e38 if number in overflows else 1))"),
-        (r"for optimizer in optimizers:\n +run.clip.*", "clip_and_step(run, optimizers, number)"),
-        (r"\(\*optimizers, \*schedules\)", "schedules"),
+        (
+            r"^( +)for part in \(\*optimizers, \*schedules\):",
+            r"\1clip_and_step(run, optimizers, number)\n\1for part in schedules:",
+        ),
         (r"losses.append.*", "losses += [] if number in overflows else [loss.mean().item()]"),
     ]
     names = {"overflows": overflows, "clip_and_step": clip_and_step, "Numbers": Still}
@@ -93,7 +95,7 @@ def train_two(run_dir: Path, order: str, overflows: tuple[int, ...] = ()) -> lis
     return changed(*edits, **names)(f"{flags} {run_dir}")
 
 
-@pytest.mark.parametrize("order", ["clip0 step0 clip1 step1", "clip0 clip1 step0 step1"])
+@pytest.mark.parametrize("order", ["step0 step1", "clip0 clip1 step0 step1"])
 def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(
     order, tmp_path, monkeypatch
 ):

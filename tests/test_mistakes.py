@@ -111,7 +111,7 @@ class Script:
         self.run.accelerator.backward(loss)
 
     def clip(self, optimizer):
-        self.run.clip_and_check(optimizer)
+        pass
 
     def parts_that_step(self) -> list[Any]:
         return [*self.optimizers, *self.schedules]
@@ -384,11 +384,6 @@ def no_backward(script):
 @told(r"with accelerator.accumulate\(model")
 def does_not_accumulate(script):
     script.accumulate = ExitStack
-
-
-@told(r"optimizer.step\(\) must come after run.clip")
-def does_not_clip(script):
-    script.clip = lambda optimizer: None
 
 
 @told(r"got a SGD that accelerator\.prepare did not return")

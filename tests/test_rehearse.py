@@ -131,7 +131,6 @@ def main(argv=None):
                         target = target - run.gather(target)[0].mean()
                     losses = (model(x) - target) ** 2
                     accelerator.backward(run.step_mean(losses))
-                    run.clip_and_check(optimizer)
                     optimizer.step(); scheduler.step(); optimizer.zero_grad()
                 run.add(loss=losses)
                 if kind == "teacher" and accelerator.sync_gradients:

@@ -369,7 +369,6 @@ def main(argv=None):
                 with accelerator.accumulate(both[0]):
                     loss = losses(x)
                     accelerator.backward(run.step_mean(loss))
-                    run.clip_and_check(optimizer)
                     optimizer.step()
                     optimizer.zero_grad()
                 assert not teacher.training

@@ -30,17 +30,17 @@ def killed_and_resumed(tmp_path, tiny_mnist, run_main, monkeypatch):
     Its folder after a resume, and the rows of its metrics.jsonl as curves.
     """
     run_dir = tmp_path / "run"
-    clip = Run.clip_and_check
+    mean = Run.step_mean
 
-    def clip_or_die(self: Run, optimizer: Any):
+    def mean_or_die(self: Run, losses: Any):
         if self.progress.step == 9:
             raise Killed
-        clip(self, optimizer)
+        return mean(self, losses)
 
     def call(tracker: str) -> tuple[Path, Points]:
         flags = f"--dataset {tiny_mnist} --run-dir {run_dir} {FLAGS} {tracker}"
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(Run, "clip_and_check", clip_or_die)
+            patch.setattr(Run, "step_mean", mean_or_die)
             run_main("train_mnist", flags)
         # What these two keep beside the training loop ends with the process that was killed.
         if tracker != "tensorboard":

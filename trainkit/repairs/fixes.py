@@ -252,8 +252,12 @@ def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
             layer.compute_dtype = kind
 
 
-def take_loss_scale(accelerator: Accelerator) -> Callable[[], object]:
+def take_loss_scale(
+    accelerator: Accelerator, before_step: Callable[..., object]
+) -> Callable[[], object]:
     """Return a function that updates the loss scale of fp16, which Accelerate then no longer does.
+
+    before_step(optimizer) is called ahead of each step, whether or not the scaler will skip it.
 
     It would do so after the step of each optimizer, so that a second one would unscale by a changed
     scale. Without fp16 the function does nothing.
@@ -261,6 +265,7 @@ def take_loss_scale(accelerator: Accelerator) -> Callable[[], object]:
     scaler = accelerator.scaler
     if scaler is None:
         return lambda: None
+    watch(scaler, "step", before_step)
     update = scaler.update
     scaler.update = lambda: None
     return update

@@ -31,14 +31,13 @@ NEXT = {
     "ready": "the next epoch of run.epochs(), or run.finish() when there is none left",
     "epoch": "`for batch in run.steps(train_loader)`, to its end",
     "batch": "accelerator.backward(run.step_mean(losses)), in every batch",
-    "backward": "run.clip_and_check(optimizer), then `if run.end_step(): run.save()`",
-    "checked": "`if run.end_step(): run.save()` at the end of the body of run.steps(...)",
+    "backward": "optimizer.step(), then `if run.end_step(): run.save()`",
     "must save": "run.save(), because run.end_step() returned True",
     "counted": "the next batch of run.steps(...)",
     "trained": "run.end_epoch(metrics)",
     "over": "nothing, the run is over",
 }
-IN_BATCH = ("batch", "backward", "checked")
+IN_BATCH = ("batch", "backward")
 IN_LOOP = (*IN_BATCH, "must save", "counted")
 
 NUM_WATCHED = 3  # steps: every body of a loop has then shown what it forgets
@@ -82,17 +81,6 @@ class Staged(Protocol):
 def need(run: Staged, call: str, *stages: str) -> None:
     if run.stage not in stages:
         raise out_of_order(call, run.stage, *stages)
-
-
-def need_gradients(run: Staged) -> None:
-    """Raise RuntimeError at the end of a step that did not use its gradients."""
-    if run.stage == "backward":
-        raise RuntimeError(
-            "run.end_step() came without run.clip_and_check(optimizer): each batch of "
-            "run.steps(...) is a step of the optimizer; to add up the gradients of N batches give "
-            "--accumulate N and N times the --batch-size"
-        )
-    need(run, "run.end_step()", "checked")
 
 
 def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Callable]:

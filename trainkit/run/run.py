@@ -1,8 +1,8 @@
 """One run, from launch to exit: everything around the training loop, which the script contains.
 
 A script calls load and begin. Then, in each of epochs(): for each batch of steps() it calls
-step_mean, clip_and_check, add, end_step and, if that returns True, save; then end_epoch. At last it
-calls finish. main() of train_mnist.py shows them all.
+step_mean, add, end_step and, if that returns True, save; then end_epoch. At last it calls finish.
+main() of train_mnist.py shows them all.
 
 The script passes one value for each sample (or token), and Run computes the means over processes
 and micro-batches. Run never calls the model, backward or step, never looks into a batch, and does
@@ -41,7 +41,6 @@ from trainkit.run.guards import (
     NEXT_BATCH,
     allowed,
     need,
-    need_gradients,
     out_of_order,
 )
 from trainkit.run.plan import describe_plan
@@ -341,15 +340,14 @@ class Run:
         """
         return self.step.mean(values, mask, weights, over)
 
-    @allowed("backward", "checked")
+    @allowed("backward")
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
-        """Clip the gradients and check that they are finite: see Step.clip_and_check.
+        """Clip several optimizers by their joint norm, before their steps: see Step.clip_and_check.
 
-        Call it before optimizer.step(). Inside an accumulation window it does nothing.
+        Without it each is clipped by its own. Inside an accumulation window it does nothing.
         """
         if self.accelerator.sync_gradients:
             self.step.clip_and_check(*optimizers)
-            self.stage = "checked"
 
     @allowed(*IN_BATCH)
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
@@ -372,7 +370,7 @@ class Run:
         """End the run after this step and its evaluation; a resume does not continue it."""
         self.progress.ended = True
 
-    @allowed("backward", "checked")
+    @allowed("backward")
     def end_step(self) -> bool:
         """Finish the step: count it, average the weights, log. Return True if save() is due.
 
@@ -380,8 +378,6 @@ class Run:
         alike. It is not due inside an accumulation window, or if end_epoch() comes next and saves.
         """
         is_last = self.accelerator.sync_gradients
-        if is_last:
-            need_gradients(self)
         self.step.finish_micro_batch(is_last)
         is_due = is_last and self._finish_step()
         self.stage = "must save" if is_due else "counted"

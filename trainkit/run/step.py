@@ -52,7 +52,7 @@ class Step:
         compiling: lets models be compiled in the first whole step alone, and says when CUDA graphs
             may use their memory again.
         norms: of the gradients, before they are clipped, by their names in metrics.jsonl.
-        clipped, stepped: the optimizers that may be stepped now, and those already stepped.
+        clipped, stepped: the optimizers whose gradients are clipped, and those already stepped.
         depths: how many calls of the step of an optimizer are within each other now.
     """
 
@@ -90,9 +90,9 @@ class Step:
         self.stepped: set[torch.optim.Optimizer] = set()
         self.depths: Counter[torch.optim.Optimizer] = Counter()
         for optimizer in self.optimizers:
-            optimizer.optimizer.register_step_pre_hook(self.check_clipped)
+            optimizer.optimizer.register_step_pre_hook(self.enter_step)
             optimizer.optimizer.register_step_post_hook(self.leave_step)
-        self.update_scale = take_loss_scale(accelerator)
+        self.update_scale = take_loss_scale(accelerator, self.clip_once)
         self.compiling = Compiling(accelerator, say)
 
     def start(self, progress: Progress) -> None:
@@ -216,9 +216,10 @@ class Step:
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.
 
-        On a GPU this is noticed one step later, but always before a checkpoint. Several optimizers
-        in one call are clipped by the joint norm of their gradients. Every process must call this.
-        Raises RunFailure on all of them.
+        Each optimizer is clipped by its own norm before its step, so a script calls this only to
+        clip several by the joint norm of their gradients. On a GPU a norm that is not finite is
+        noticed one step later, but always before a checkpoint. Every process must call this. Raises
+        RunFailure on all of them.
         """
         for optimizer in optimizers:
             if optimizer not in self.optimizers:
@@ -227,15 +228,24 @@ class Step:
                     "accelerator.prepare did not return: prepare every optimizer, or a resume "
                     "loses its state, and pass several as *optimizers"
                 )
+        self._clip(*(optimizer.optimizer for optimizer in optimizers))
+
+    def _clip(self, *optimizers: torch.optim.Optimizer) -> None:
+        if not self.losses:
+            raise RuntimeError(
+                "optimizer.step() came without accelerator.backward(run.step_mean(losses)) in this "
+                "batch of run.steps(...): give step_mean the loss of each sample "
+                '(reduction="none"), and step the optimizer only there'
+            )
         # If another process died, waiting for the device would never end; these waits time out.
         if self.accelerator.scaler is None:
             self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
-        number = min(map(self.optimizers.index, optimizers))
+        number = min(map([o.optimizer for o in self.optimizers].index, optimizers))
         self.norms[f"grad_norm_{number}" if number else "grad_norm"] = norm.detach()
-        self.clipped |= {optimizer.optimizer for optimizer in optimizers}
+        self.clipped |= {*optimizers}
         self.guard.check(norm, self.losses, self.number, self.rates["learning_rate"])
 
     def finish_micro_batch(self, is_last: bool) -> None:
@@ -255,14 +265,19 @@ class Step:
         # Of an optimizer that was not stepped now, step_was_skipped is that of an earlier step.
         skipped = any(o.step_was_skipped for o in self.optimizers if o.optimizer in self.clipped)
         self.guard.count_skipped(skipped, self.losses)
-        if self.clipped - self.stepped and not skipped:
-            raise RuntimeError("optimizer.step() is missing after run.clip_and_check(optimizer)")
+        if not skipped and (self.clipped - self.stepped or not self.stepped):
+            raise RuntimeError(
+                "optimizer.step() is missing before run.end_step(): each batch of run.steps(...) "
+                "is a step of the optimizer; to add up the gradients of N batches give "
+                "--accumulate N and N times the --batch-size"
+            )
         if self.loop.num_left:
             self.sizes.check_processes(self.accelerator)
             self.divisors.check()
         self.loop.finish_step(set() if skipped else self.stepped)
         self.clipped.clear()
         self.stepped.clear()
+        self.losses = []
         return not skipped
 
     def check_weights(self) -> None:
@@ -277,30 +292,31 @@ class Step:
         release_dropout(self.dropouts)
         self.compiling.release()
 
-    def check_clipped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise RuntimeError if the gradients of an optimizer were not clipped before its step.
+    def enter_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Clip and check the gradients of an optimizer; torch calls this before each of its steps.
 
-        torch calls this before each step of an optimizer.
+        Raises RuntimeError for a second step in the same step of the run.
         """
         if self.depths[optimizer] == 0:  # a step may call that of the class it extends
             self._check_step(optimizer)
         self.depths[optimizer] += 1
+
+    def clip_once(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Clip and check the gradients, unless the script itself has done so in this step."""
+        if optimizer not in self.clipped:
+            self._clip(optimizer)
 
     def leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """torch calls this after each step of an optimizer."""
         self.depths[optimizer] -= 1
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer not in self.clipped:
-            raise RuntimeError(
-                "optimizer.step() must come after run.clip_and_check(optimizer), which clips and "
-                "checks its gradients"
-            )
         if optimizer in self.stepped:
             raise RuntimeError(
                 "optimizer.step() was called twice in one step of the run, with the same "
-                "gradients: call it once, after run.clip_and_check(optimizer)"
+                "gradients: call it once"
             )
+        self.clip_once(optimizer)
         self.loop.check_zeroed(optimizer)
         shards.forget_whole_weights(self.sharded)
         self.stepped.add(optimizer)
