@@ -14,7 +14,7 @@ from trainkit import startup
 from tyro.conf import Positional
 
 import predict
-from trainkit.config.command_line import parse
+from trainkit.config import parse
 from trainkit.tools import page
 
 

@@ -32,13 +32,13 @@ from safetensors.torch import load_file
 from torch import nn
 from tyro.conf import Positional
 
-from trainkit.config.command_line import flag, parse
+from trainkit.config import flag, parse
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.launch.streams import LOST
 from trainkit.pictures.files import standardise
 from trainkit.reading.paths import refuse_pipe
-from trainkit.repairs.fixes import name_without_compiler
-from trainkit.repairs.names import plain_name
+from trainkit.repairs.private_names import plain_name
+from trainkit.repairs.replaced import name_without_compiler
 from trainkit.store import records
 from trainkit.store.jsons import from_exact_json
 from trainkit.text import printable

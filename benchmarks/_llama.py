@@ -19,7 +19,7 @@ from examples.windows import Windows, standard_library
 from trainkit.checkpoints import sharded as shards
 from trainkit.config import Count, TrainingConfig, parse
 from trainkit.language.pretrained import write_pretrained
-from trainkit.repairs.names import mesh_groups
+from trainkit.repairs.private_names import mesh_groups
 
 LENGTH = 64  # tokens of a sample
 

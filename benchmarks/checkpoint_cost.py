@@ -35,7 +35,7 @@ from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.orders import Progress
-from trainkit.repairs.names import prepared_models
+from trainkit.repairs.private_names import prepared_models
 from trainkit.store.log import JsonlTracker
 
 SHARDED = ["-m", "accelerate.commands.launch", "--config_file"]

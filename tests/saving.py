@@ -14,7 +14,7 @@ from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.orders import Progress
-from trainkit.repairs.names import prepared_models
+from trainkit.repairs.private_names import prepared_models
 from trainkit.store.log import JsonlTracker
 from trainkit.store.manifest import list_files, write_manifest
 

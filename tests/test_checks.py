@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from trainkit.errors import UsageError, advise, explain
-from trainkit.launch.alike import check_same
+from trainkit.launch.nodes import check_same
 from trainkit.numbers.loaders import EpochBatches
 from trainkit.run.data import check_indexable
 from trainkit.run.prepared import check_batch_norm
@@ -98,7 +98,7 @@ def test_what_differs_is_said_of_nodes_only_if_they_are_of_one_mind(
     accelerator, monkeypatch, nodes, values, sentence
 ):
     everybody = [(node, {"x": value}) for node, value in zip(nodes, values, strict=True)]
-    monkeypatch.setattr("trainkit.launch.alike.gather_object", lambda _: everybody)
+    monkeypatch.setattr("trainkit.launch.nodes.gather_object", lambda _: everybody)
     with pytest.raises(UsageError, match=sentence):
         check_same(accelerator, {"x": 1})
 

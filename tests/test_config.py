@@ -19,8 +19,7 @@ from conftest import ROOT, refused
 import predict
 import train_mnist
 import train_regression
-from trainkit.config import UNSET, TrainingConfig, parse
-from trainkit.config.command_line import find_urls
+from trainkit.config import UNSET, TrainingConfig, find_urls, parse
 from trainkit.numbers.orders import Progress
 from trainkit.run.results import update_best
 from trainkit.store import places as stores

@@ -12,7 +12,7 @@ from trainkit.tools import doctor
 PATIENT = """
 import os, time
 import torch
-from trainkit.launch import alike
+from trainkit.launch import nodes
 from trainkit.tools import doctor
 
 def main(argv):

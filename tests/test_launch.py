@@ -233,7 +233,7 @@ def test_a_process_that_waits_too_long_for_the_others_ends_in_one_sentence(fork_
         """
 import time
 from datetime import timedelta
-from trainkit.launch.together import deadline
+from trainkit.launch.processes import deadline
 
 def main(argv):
     with deadline(timedelta(seconds=-4.9)):
@@ -277,7 +277,7 @@ def test_a_lock_that_cannot_be_written_is_named_with_the_remedy(tmp_path, monkey
 @pytest.fixture
 def in_no_session(monkeypatch):
     """Let the launcher replace nothing of Accelerate in the process of these tests."""
-    monkeypatch.setattr("trainkit.repairs.fixes.launch_in_own_session", lambda: None)
+    monkeypatch.setattr("trainkit.repairs.replaced.launch_in_own_session", lambda: None)
 
 
 @pytest.mark.usefixtures("in_no_session")

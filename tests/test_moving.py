@@ -26,7 +26,7 @@ from trainkit.checkpoints.registered import pack_state, unpack_state
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
 from trainkit.numbers.loaders import batches_of, make_loaders
-from trainkit.repairs.fixes import end_workers
+from trainkit.repairs.replaced import end_workers
 
 
 class WithTeacher(nn.Module):

@@ -11,9 +11,9 @@ import torch
 from conftest import linux_only
 
 from trainkit.errors import LoneFailure, LostProcess
-from trainkit.launch import patience
-from trainkit.launch.alike import first_on_each_node
-from trainkit.launch.together import failing_together
+from trainkit.launch import processes
+from trainkit.launch.nodes import first_on_each_node
+from trainkit.launch.processes import failing_together
 
 SINGLE = SimpleNamespace(num_processes=1, is_main_process=True, is_local_main_process=True)
 
@@ -26,45 +26,45 @@ def process(rank: int) -> SimpleNamespace:
 def store(monkeypatch):
     """What two processes share, here two threads, whose calls have one number."""
     shared = torch.distributed.HashStore()
-    monkeypatch.setattr(patience, "store_of_processes", lambda: shared)
+    monkeypatch.setattr(processes, "store_of_processes", lambda: shared)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(patience, "NUMBERS", iter([0, 0]))
-    monkeypatch.setattr(patience, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(processes, "NUMBERS", iter([0, 0]))
+    monkeypatch.setattr(processes, "BEAT_SECONDS", 0.05)
     return shared
 
 
 def test_a_process_that_works_longer_than_the_limit_is_waited_for(store):
     limit = timedelta(seconds=0.4)
-    stop = patience.start_beating(process(1))
-    arriving = threading.Timer(1.5, patience.wait_for_all, (process(1), limit))
+    stop = processes.start_beating(process(1))
+    arriving = threading.Timer(1.5, processes.wait_for_all, (process(1), limit))
     arriving.start()
     began = time.monotonic()
-    patience.wait_for_all(process(0), limit)
+    processes.wait_for_all(process(0), limit)
     assert time.monotonic() - began > 1
     arriving.join()
     stop()
 
 
 def test_a_process_that_does_not_answer_is_lost_after_the_limit(store):
-    patience.start_beating(process(1))()  # it stops at once
+    processes.start_beating(process(1))()  # it stops at once
     with pytest.raises(LoneFailure, match="process 1 has not answered for 0 s"):
-        patience.wait_for_all(process(0), timedelta(seconds=0.4))
+        processes.wait_for_all(process(0), timedelta(seconds=0.4))
 
 
 def test_a_lost_process_is_said_without_asking_the_others(monkeypatch):
-    monkeypatch.setattr("trainkit.launch.together.gather_object", None)  # it would wait for it
+    monkeypatch.setattr("trainkit.launch.processes.gather_object", None)  # it would wait for it
     with pytest.raises(LostProcess, match="gone"), failing_together(process(0), "saving"):
         raise LostProcess("gone")
 
 
 def test_what_takes_long_before_the_first_step_is_said(monkeypatch, capfd):
-    monkeypatch.setattr(patience, "SAY_SECONDS", (0.05, 0.1, 60.0))
+    monkeypatch.setattr(processes, "SAY_SECONDS", (0.05, 0.1, 60.0))
     main = SimpleNamespace(is_main_process=True)
-    stop = patience.say_what_takes_long(main, lambda: False)
+    stop = processes.say_what_takes_long(main, lambda: False)
     time.sleep(0.4)
     stop()
-    patience.say_what_takes_long(SimpleNamespace(is_main_process=False), lambda: False)
-    patience.say_what_takes_long(main, lambda: True)  # it has made a step
+    processes.say_what_takes_long(SimpleNamespace(is_main_process=False), lambda: False)
+    processes.say_what_takes_long(main, lambda: True)  # it has made a step
     time.sleep(0.2)
     said = capfd.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in said] == ["no step yet after 0 s"] * 2
@@ -72,10 +72,10 @@ def test_what_takes_long_before_the_first_step_is_said(monkeypatch, capfd):
 
 def test_what_takes_long_is_named_by_the_script_and_by_the_function(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
-    said = first_on_each_node(SINGLE, patience._say_where, timedelta(seconds=1))
+    said = first_on_each_node(SINGLE, processes._say_where, timedelta(seconds=1))
     assert said.startswith("at work in test_what_takes_long_is_named_by_the_script_and_by_the_fun")
     assert "(test_patience.py, line" in said
-    assert ", in frame_of_main_thread (names.py, line" in said
+    assert ", in frame_of_main_thread (private_names.py, line" in said
 
 
 SLOW = '''"""A regression whose first process does longer than --timeout what it does alone."""

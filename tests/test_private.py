@@ -16,7 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import is_lomo_available
 from conftest import ROOT
 
-from trainkit.repairs import fixes
+from trainkit.repairs import replaced
 
 
 def nodes() -> Iterator[tuple[Path, ast.AST]]:
@@ -91,8 +91,8 @@ def test_an_import_calls_nothing_and_changes_nothing():
 
 def test_a_step_looks_for_no_package(accelerator, monkeypatch):
     monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", is_lomo_available)
-    fixes.look_for_lomo_once()
-    fixes.look_for_lomo_once()  # of a second run in this process
+    replaced.look_for_lomo_once()
+    replaced.look_for_lomo_once()  # of a second run in this process
     looked, look = [], importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda *name: looked.extend(name) or look(*name)
@@ -116,8 +116,8 @@ def test_a_step_looks_for_no_package(accelerator, monkeypatch):
 def test_prepare_imports_nothing_to_see_whether_it_is_there(module, look, package, monkeypatch):
     asked = []
     monkeypatch.setattr(module, look, lambda *args: asked.append(args) or True)
-    fixes.look_only_at_what_is_imported()
-    fixes.look_only_at_what_is_imported()  # of a second run in this process
+    replaced.look_only_at_what_is_imported()
+    replaced.look_only_at_what_is_imported()  # of a second run in this process
     monkeypatch.delitem(sys.modules, package, raising=False)
     assert not getattr(module, look)("model")
     assert package not in sys.modules
@@ -128,14 +128,14 @@ def test_prepare_imports_nothing_to_see_whether_it_is_there(module, look, packag
 
 
 def test_no_module_lets_accelerate_unwrap_a_model():
-    """It would import torch's compiler: as_it_was(model) of trainkit/repairs/names.py does not."""
+    """It would import torch's compiler, as `as_it_was` does not."""
     for path, node in nodes():
         if isinstance(node, ast.Attribute):
             assert node.attr != "unwrap_model", (path, node.lineno)
 
 
 def test_a_module_that_comes_later_is_imported_when_it_is_asked_for_more():
-    later = fixes.Later("wave", WAVE_FORMAT_PCM="given")
+    later = replaced.Later("wave", WAVE_FORMAT_PCM="given")
     sys.modules.pop("wave", None)
     assert later.WAVE_FORMAT_PCM == "given" and "wave" not in sys.modules
     assert later.Wave_read.__module__ == "wave"
@@ -177,7 +177,7 @@ def test_without_the_compiler_numbers_and_shapes_are_the_same_and_hooks_are_call
     exec(STEPS, plain)
     assert "torch._dynamo" in sys.modules  # this process is as torch made it
     code = (
-        "from trainkit.repairs import fixes\nfixes.skip_the_compiler()"
+        "from trainkit.repairs import replaced\nreplaced.skip_the_compiler()"
         + STEPS
         + SHAPES
         + PARALLEL

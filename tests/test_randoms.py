@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from trainkit.checkpoints.content import hash_fixed, held_in_memory, sample_parts, text_of
 from trainkit.checkpoints.fingerprint import compare_sources
 from trainkit.config import TrainingConfig
-from trainkit.launch.alike import hash_sources
+from trainkit.launch.nodes import hash_sources
 from trainkit.numbers import randoms
 from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches
 from trainkit.run.data import check_data

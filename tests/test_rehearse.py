@@ -11,7 +11,7 @@ from conftest import ROOT, refused
 from torch import nn
 
 from trainkit.errors import ADVICE
-from trainkit.repairs.names import hooked
+from trainkit.repairs.private_names import hooked
 from trainkit.tools import rehearse
 
 slow = pytest.mark.slow

@@ -29,11 +29,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import train_regression
-from trainkit.launch.together import agree
+from trainkit.launch.processes import agree
 from trainkit.numbers.loaders import InMemory
 from trainkit.numbers.means import RunningMeans, sum_and_count, sum_of
-from trainkit.repairs.fixes import name_without_compiler
-from trainkit.repairs.names import named_weights
+from trainkit.repairs.private_names import named_weights
+from trainkit.repairs.replaced import name_without_compiler
 from trainkit.run.run import Run
 from trainkit.store.weights import read_weights
 
@@ -441,10 +441,10 @@ def test_all_processes_refuse_metrics_that_differ_or_are_no_numbers(
     accelerator, monkeypatch, mine, theirs, sentence
 ):
     monkeypatch.setattr(
-        "trainkit.launch.together.gather_object", lambda of_this: [*of_this, theirs]
+        "trainkit.launch.processes.gather_object", lambda of_this: [*of_this, theirs]
     )
     monkeypatch.setattr(
-        "trainkit.launch.together.gather_object", lambda of_this: [*of_this, theirs]
+        "trainkit.launch.processes.gather_object", lambda of_this: [*of_this, theirs]
     )
     with pytest.raises(RuntimeError, match=sentence) if sentence else ExitStack():
         assert repr(agree(accelerator, mine)) == repr(mine)

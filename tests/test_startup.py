@@ -273,7 +273,7 @@ def test_a_run_folder_that_is_not_one_for_all_processes_is_refused(tmp_path, for
     script = """
 import os
 import train_regression
-from trainkit.launch import alike
+from trainkit.launch import nodes
 
 def main(argv):
     alike.SHOWN_SECONDS = 0.1

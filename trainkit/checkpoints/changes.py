@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from trainkit.hashes import digest
-from trainkit.repairs.names import version_of
+from trainkit.repairs.private_names import version_of
 
 NUM_BYTES = 64  # of each tensor, spread over it
 

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from trainkit.checkpoints.mirror import Mirror
 from trainkit.errors import RunFailure
-from trainkit.launch.together import failing_together, wait_together
+from trainkit.launch.processes import failing_together, wait_together
 from trainkit.store.atomic import remove_tree, sync
 from trainkit.store.jsons import to_exact_json
 from trainkit.store.log import JsonlTracker

@@ -15,7 +15,7 @@ from trainkit.checkpoints.frozen import Frozen
 from trainkit.checkpoints.registered import Registered, names_of_float_buffers
 from trainkit.checkpoints.sharded import Tensors
 from trainkit.errors import RunFailure
-from trainkit.repairs.names import prepared_optimizers, prepared_schedulers
+from trainkit.repairs.private_names import prepared_optimizers, prepared_schedulers
 from trainkit.store.weights import numbered
 from trainkit.text import shorten
 

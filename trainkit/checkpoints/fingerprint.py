@@ -16,14 +16,14 @@ from trainkit.checkpoints.content import hash_fixed, text_of
 from trainkit.checkpoints.facts import Facts
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest
-from trainkit.launch import alike
+from trainkit.launch import nodes
 from trainkit.launch.environment import num_copies
-from trainkit.launch.together import failing_together
+from trainkit.launch.processes import failing_together
 from trainkit.numbers.loaders import batches_of
 from trainkit.numbers.optim import num_parameters
 from trainkit.numbers.orders import Progress
 from trainkit.numbers.randoms import NUM_HELD
-from trainkit.repairs.names import prepared_loaders
+from trainkit.repairs.private_names import prepared_loaders
 from trainkit.store.jsons import from_exact_json, to_json
 from trainkit.store.manifest import FORMAT, name_revision
 from trainkit.text import shorten
@@ -74,7 +74,7 @@ def fingerprint_run(
     for number, model in enumerate(models):
         frozen = shards.HASHED.get(model) or shards.hash_frozen(model)
         fingerprint |= {f"{name} of model {number}": value for name, value in frozen.items()}
-    alike.check_same(accelerator, fingerprint)
+    nodes.check_same(accelerator, fingerprint)
     return fingerprint
 
 

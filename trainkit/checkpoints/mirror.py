@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 from trainkit.config import TrainingConfig
 from trainkit.errors import LoneFailure, RunFailure, UsageError
+from trainkit.launch.processes import background, on_main
 from trainkit.launch.run_folder import is_of_run
-from trainkit.launch.together import background, on_main
 from trainkit.store.atomic import remove_tree, rename_free, replacing
 from trainkit.store.manifest import (
     FILE_NAME,

@@ -17,7 +17,7 @@ from trainkit.checkpoints.changes import Marks
 from trainkit.checkpoints.content import text_of
 from trainkit.errors import UsageError
 from trainkit.hashes import digest
-from trainkit.repairs.fixes import take_registered
+from trainkit.repairs.replaced import take_registered
 
 Tensors = dict[str, torch.Tensor]
 

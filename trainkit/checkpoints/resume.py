@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 from trainkit.checkpoints.mirror import Mirror, open_mirror, whole_checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.launch.together import failing_together, on_main
+from trainkit.launch.processes import failing_together, on_main
 from trainkit.store.atomic import remove_tree, rename_free, sync
 from trainkit.store.manifest import not_listed, step_name, steps_in, verify
 from trainkit.store.weights import check_weights_file

@@ -54,15 +54,14 @@ from trainkit.checkpoints.resume import abandon_later, choose
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
 from trainkit.hashes import digest_file
-from trainkit.launch.alike import hash_sources
-from trainkit.launch.patience import wait_for_all
-from trainkit.launch.together import failing_together, on_main
+from trainkit.launch.nodes import hash_sources
+from trainkit.launch.processes import failing_together, on_main, wait_for_all
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.optim import keep_when_loading
 from trainkit.numbers.orders import Progress
 from trainkit.numbers.randoms import seed_host
-from trainkit.repairs.fixes import count_micro_batches_anew, without_loss_scale
-from trainkit.repairs.names import prepared_optimizers
+from trainkit.repairs.private_names import prepared_optimizers
+from trainkit.repairs.replaced import count_micro_batches_anew, without_loss_scale
 from trainkit.store.atomic import sync
 from trainkit.store.jsons import to_json
 from trainkit.store.log import JsonlTracker

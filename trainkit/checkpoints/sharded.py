@@ -34,12 +34,19 @@ from torch import nn
 
 from trainkit.checkpoints.content import hash_tensor
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.launch.alike import check_same
 from trainkit.launch.environment import num_copies, shards_wanted
-from trainkit.launch.together import deadline, failing_together
+from trainkit.launch.nodes import check_same
+from trainkit.launch.processes import deadline, failing_together
 from trainkit.numbers.optim import weights_of
 from trainkit.numbers.randoms import Dropout
-from trainkit.repairs.fixes import (
+from trainkit.repairs.private_names import (
+    is_trained,
+    named_weights,
+    plain_name,
+    tree_leaves,
+    tree_map_only,
+)
+from trainkit.repairs.replaced import (
     compute_in,
     copy_shards,
     prepare_untrained,
@@ -48,13 +55,6 @@ from trainkit.repairs.fixes import (
     shard_models,
     wrap_backward,
     wrap_prepare,
-)
-from trainkit.repairs.names import (
-    is_trained,
-    named_weights,
-    plain_name,
-    tree_leaves,
-    tree_map_only,
 )
 from trainkit.store.manifest import is_listed
 from trainkit.store.weights import file_parts, numbered, separate

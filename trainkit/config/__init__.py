@@ -1,9 +1,11 @@
 """The flags of a run: a dataclass that a script extends, and the command line that fills it."""
 
-from trainkit.config.command_line import flag, parse
+from trainkit.config.command_line import find_urls, flag, parse
+from trainkit.config.directions import metric_and_direction
 from trainkit.config.flags import (
     MAY_CHANGE,
     UNSET,
+    WITH_CUDA_GRAPHS,
     Count,
     Fraction,
     MayChange,
@@ -17,11 +19,13 @@ from trainkit.config.flags import (
     Seed,
     Share,
     TrainingConfig,
+    find_broken_rules,
 )
 
 __all__ = [
     "MAY_CHANGE",
     "UNSET",
+    "WITH_CUDA_GRAPHS",
     "Count",
     "Fraction",
     "MayChange",
@@ -35,6 +39,9 @@ __all__ = [
     "Seed",
     "Share",
     "TrainingConfig",
+    "find_broken_rules",
+    "find_urls",
     "flag",
+    "metric_and_direction",
     "parse",
 ]

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from trainkit.errors import UsageError
 from trainkit.language.conversations import ChatSets
 from trainkit.language.templates import Sample
-from trainkit.repairs.fixes import computing_in
-from trainkit.repairs.names import attends_by_sdpa, is_stateful
+from trainkit.repairs.private_names import attends_by_sdpa, is_stateful
+from trainkit.repairs.replaced import computing_in
 from trainkit.run.evaluation import evaluating
 
 SIZES = [13, 9, 11]  # of the samples with which a model is tried

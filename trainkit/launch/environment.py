@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import str_to_bool
 
 from trainkit.errors import UsageError
-from trainkit.repairs.names import precision_of_notebook_launcher
+from trainkit.repairs.private_names import precision_of_notebook_launcher
 from trainkit.text import count
 
 # Where mpirun and srun put the number of processes they started. Accelerate does not read these.

@@ -10,7 +10,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.launch.together import failing_together
+from trainkit.launch.processes import failing_together
 from trainkit.store.atomic import rename_free, sync
 
 LOCK_WAIT_SECONDS = 10.0

@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 
 from trainkit.errors import SIGNALS, Stopped, by_nohup, stopped_early
+from trainkit.launch.processes import deadline
 from trainkit.launch.streams import keep_printing
-from trainkit.launch.together import deadline
 
 
 class Signals:

@@ -36,7 +36,7 @@ from trainkit.errors import (
 from trainkit.launch.cores import share_cores
 from trainkit.launch.environment import by_accelerate, shards_wanted
 from trainkit.launch.streams import keep_printing, lost_results
-from trainkit.repairs.fixes import run_exit_functions, skip_the_compiler
+from trainkit.repairs.replaced import run_exit_functions, skip_the_compiler
 from trainkit.text import printable
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # <malloc.h>

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from trainkit.errors import UsageError
-from trainkit.repairs.names import add_to_each
+from trainkit.repairs.private_names import add_to_each
 
 # mask= or weights=: one tensor for all values, or one for each of some names.
 Selection: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None

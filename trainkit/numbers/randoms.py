@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainkit.hashes import digest
-from trainkit.repairs.names import version_of
+from trainkit.repairs.private_names import version_of
 
 NUM_HELD = 2**18  # longer orders are computed in parts of at most this many numbers
 GOLDEN = 0x9E3779B97F4A7C1  # odd; 5 * GOLDEN still fits into int64

@@ -37,7 +37,7 @@ from trainkit.reading.splits import (
     read_split_columns,
     split_rows,
 )
-from trainkit.repairs.names import fingerprint_of
+from trainkit.repairs.private_names import fingerprint_of
 from trainkit.text import count, nfc, shorten
 
 LABELS = re.compile("u?int|bool|(large_)?string")  # the types of columns of labels

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trainkit.config.directions import metric_and_direction
+from trainkit.config import metric_and_direction
 from trainkit.plots.style import COLOURS, as_written, legend_above, new_figure
 from trainkit.store.log import is_evaluation
 from trainkit.store.records import read_rows, read_run_json

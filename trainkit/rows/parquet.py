@@ -34,7 +34,7 @@ from trainkit.numbers.loaders import Order
 from trainkit.numbers.randoms import key, mix, permute, scramble
 from trainkit.reading.paths import refuse_pipe, select_read
 from trainkit.reading.splits import find_splits
-from trainkit.repairs.names import tree_map_only
+from trainkit.repairs.private_names import tree_map_only
 from trainkit.store.places import Missing, find_secret, open_store, shown, trying
 from trainkit.text import shorten
 

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch.utils.data import get_worker_info
 
-from trainkit.config.flags import WITH_CUDA_GRAPHS
-from trainkit.repairs.names import compiler_error
+from trainkit.config import WITH_CUDA_GRAPHS
+from trainkit.repairs.private_names import compiler_error
 from trainkit.text import first_sentence
 
 Inputs = ParamSpec("Inputs")

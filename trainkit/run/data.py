@@ -14,7 +14,7 @@ from trainkit.checkpoints.content import held_in_memory, sample_parts, text_of
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.hashes import digest
-from trainkit.launch import alike
+from trainkit.launch import nodes
 from trainkit.numbers.loaders import InMemory, WholeBatches, has_transform
 
 # Samples hashed of a set that is not held in memory. They are made twice, which may take seconds.
@@ -80,7 +80,7 @@ def load_checked(
 
     Raises UsageError if load_data does not return a tuple or a list that begins with two sets.
     """
-    data = alike.first_on_each_node(accelerator, lambda: load_data(config), config.time_limit)
+    data = nodes.first_on_each_node(accelerator, lambda: load_data(config), config.time_limit)
     is_sequence = isinstance(data, tuple | list)
     if not is_sequence or len(data) < 2:
         # A set that can be sliced would pass for two sets that have a sample each.
@@ -125,5 +125,5 @@ def check_data(
         ]
         texts.append(repr([hashes, sorted(drawn), kept]))
     fingerprint = digest("".join(texts))
-    alike.check_same(accelerator, {"the hash of the data": fingerprint})
+    nodes.check_same(accelerator, {"the hash of the data": fingerprint})
     return fingerprint

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainkit.checkpoints import sharded as shards
-from trainkit.repairs.names import named_weights
+from trainkit.repairs.private_names import named_weights
 
 
 class EMA:

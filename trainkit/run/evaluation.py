@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.numbers.loaders import EpochBatches, share_of_batch
 from trainkit.numbers.means import RunningMeans, select, sum_and_count
-from trainkit.repairs.names import prepared_models, tree_map_only
+from trainkit.repairs.private_names import prepared_models, tree_map_only
 from trainkit.run.guards import EqualSizes, check_rows, check_tensor
 from trainkit.run.prepared import check_loader
 from trainkit.run.step import Step

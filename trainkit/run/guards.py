@@ -19,8 +19,8 @@ from trainkit.errors import RunFailure
 from trainkit.hashes import digest
 from trainkit.numbers.means import HostCopy
 from trainkit.numbers.optim import BY_STEP, total_norm, weights_of
-from trainkit.repairs.fixes import unwatch, watch
-from trainkit.repairs.names import prepared_optimizers, prepared_schedulers
+from trainkit.repairs.private_names import prepared_optimizers, prepared_schedulers
+from trainkit.repairs.replaced import unwatch, watch
 
 NEXT_BATCH = "the next batch"
 # The stages of a run, and the call that comes next in each.

@@ -21,7 +21,7 @@ from trainkit.config import TrainingConfig
 from trainkit.launch.cores import describe_cores
 from trainkit.launch.environment import num_copies
 from trainkit.numbers.optim import num_parameters
-from trainkit.repairs.names import prepared_schedulers
+from trainkit.repairs.private_names import prepared_schedulers
 from trainkit.text import count
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -14,8 +14,7 @@ from torch import nn
 from trainkit.errors import UsageError
 from trainkit.numbers.loaders import EpochBatches, batches_of
 from trainkit.numbers.optim import weights_of
-from trainkit.repairs.fixes import fix_bucket_order, name_without_compiler
-from trainkit.repairs.names import (
+from trainkit.repairs.private_names import (
     is_trained,
     prepared_loaders,
     prepared_models,
@@ -23,6 +22,7 @@ from trainkit.repairs.names import (
     prepared_schedulers,
     registered_things,
 )
+from trainkit.repairs.replaced import fix_bucket_order, name_without_compiler
 from trainkit.text import count
 
 

@@ -12,9 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from trainkit.config import TrainingConfig
-from trainkit.config.directions import metric_and_direction
-from trainkit.launch import together
+from trainkit.config import TrainingConfig, metric_and_direction
+from trainkit.launch import processes
 from trainkit.numbers.means import HostCopy, RunningMeans
 from trainkit.numbers.orders import Length, Progress
 from trainkit.store.log import JsonlTracker, is_evaluation
@@ -162,7 +161,7 @@ class Reporter:
 
         num_done: samples of this epoch that are done. Every process must call this.
         """
-        metrics = together.agree(self.accelerator, metrics)
+        metrics = processes.agree(self.accelerator, metrics)
         if not is_evaluation(metrics) or means.keys() & metrics.keys():
             raise RuntimeError(
                 f"run.end_epoch(...) got {', '.join(metrics) or 'no metrics'}: there must be a "

@@ -14,11 +14,9 @@ from torch import nn
 
 from trainkit.checkpoints import sharded as shards
 from trainkit.checkpoints.frozen import Frozen
-from trainkit.config import TrainingConfig
-from trainkit.config.directions import metric_and_direction
+from trainkit.config import TrainingConfig, metric_and_direction
 from trainkit.errors import RunFailure, UsageError, as_usage_error
-from trainkit.launch.patience import wait_for_all
-from trainkit.launch.together import failing_together
+from trainkit.launch.processes import failing_together, wait_for_all
 from trainkit.numbers.orders import Progress
 from trainkit.run.plan import describe_run
 from trainkit.run.reporter import show, show_best
@@ -139,7 +137,7 @@ class Results:
                 self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        """Wait while the main process works alone: see patience.py."""
+        """Wait while the main process works alone: see launch/processes.py."""
         wait_for_all(self.accelerator, self.config.time_limit)
 
     def finish(

@@ -27,7 +27,7 @@ from trainkit.checkpoints.fingerprint import fingerprint_run
 from trainkit.checkpoints.frozen import Frozen
 from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.config import TrainingConfig
-from trainkit.launch.patience import say_what_takes_long, start_beating, wait_for_all
+from trainkit.launch.processes import say_what_takes_long, start_beating, wait_for_all
 from trainkit.launch.run_folder import borrow_run_folder, open_run
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import same_bits
@@ -244,7 +244,7 @@ class Run:
             need(self, "the next epoch", "ready")
 
     def _wait_for_all(self) -> None:
-        """Wait for a process that draws, writes or prepares something alone: see patience.py."""
+        """Wait for a process that draws, writes or prepares something alone."""
         wait_for_all(self.accelerator, self.config.time_limit)
 
     @allowed("epoch")

@@ -11,17 +11,17 @@ from trainkit.checkpoints import sharded as shards
 from trainkit.checkpoints.resume import check_given
 from trainkit.config import TrainingConfig
 from trainkit.errors import EXIT_STOPPED
-from trainkit.launch import alike, environment, together
+from trainkit.launch import environment, nodes, processes
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import compute_float32_in_full, refuse_pickled_code
 from trainkit.launch.streams import keep_printing
-from trainkit.repairs.fixes import (
+from trainkit.repairs.private_names import mesh_groups
+from trainkit.repairs.replaced import (
     end_workers,
     look_for_lomo_once,
     look_only_at_what_is_imported,
     share_frozen_weights,
 )
-from trainkit.repairs.names import mesh_groups
 from trainkit.run.compiling import keep_compiled
 from trainkit.run.reporter import Reporter
 from trainkit.store.log import JsonlTracker
@@ -44,7 +44,7 @@ def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator
     look_for_lomo_once()
     look_only_at_what_is_imported()
     tracker = JsonlTracker(config.run_dir)
-    with together.deadline(config.time_limit):
+    with processes.deadline(config.time_limit):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision=precision,
@@ -56,8 +56,8 @@ def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator
         )
     shards.shard(accelerator)
     share_frozen_weights(accelerator, shards.frozen)
-    alike.check_world(accelerator)
-    alike.check_nodes(accelerator, config)
+    nodes.check_world(accelerator)
+    nodes.check_nodes(accelerator, config)
     config.validate(accelerator.num_processes)
     check_given(accelerator, config)
     return accelerator, Reporter(accelerator, config, tracker)

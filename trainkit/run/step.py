@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from trainkit.checkpoints import sharded as shards
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
-from trainkit.launch import together
+from trainkit.launch import processes
 from trainkit.launch.signals import Signals
 from trainkit.numbers.loaders import share_of_batch
 from trainkit.numbers.means import (
@@ -27,8 +27,8 @@ from trainkit.numbers.means import (
 from trainkit.numbers.optim import clip_gradients, learning_rates
 from trainkit.numbers.orders import Length, Progress
 from trainkit.numbers.randoms import Dropout, key, release_dropout, seed_dropout, seed_generators
-from trainkit.repairs.fixes import end_with_this_batch, take_loss_scale
-from trainkit.repairs.names import prepared_optimizers
+from trainkit.repairs.private_names import prepared_optimizers
+from trainkit.repairs.replaced import end_with_this_batch, take_loss_scale
 from trainkit.run.compiling import Compiling
 from trainkit.run.guards import EqualSizes, FiniteGuard, LoopGuard, check_rows, check_tensor
 
@@ -341,7 +341,7 @@ class Step:
         ranks = range(self.accelerator.num_processes)
         starts, nums = zip(*(self.rows_of(rank, 0) for rank in ranks), strict=True)
         first = min(starts[self.accelerator.process_index], self.num_in_step - 1)
-        return together.gather_rows(rows[: self.num_samples], nums), first
+        return processes.gather_rows(rows[: self.num_samples], nums), first
 
     def _check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
         """Raise RuntimeError unless values without a mask have a row for each sample, equal ones.

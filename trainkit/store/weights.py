@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.repairs.names import plain_name
+from trainkit.repairs.private_names import plain_name
 from trainkit.store.atomic import write_durably
 from trainkit.store.jsons import to_exact_json
 

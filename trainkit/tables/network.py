@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from trainkit.numbers.loaders import InMemory
-from trainkit.repairs.names import as_it_was
+from trainkit.repairs.private_names import as_it_was
 
 NUM_FOLDS, NUM_MEMBERS, WIDTH = 4, 4, 128  # of the rows; of a group, which is one for each fold
 NUM_BINS = 16  # of a number, with as many rows in each

@@ -27,8 +27,8 @@ from trainkit.config import (
     ReadOnlyIf,
     Seed,
     TrainingConfig,
+    flag,
 )
-from trainkit.config.command_line import flag
 from trainkit.errors import UsageError
 from trainkit.numbers.loaders import InMemory
 from trainkit.reading import splits

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
-from trainkit.config import UNSET, Count, MayChange, Optimizer, TrainingConfig
-from trainkit.config.command_line import flag
+from trainkit.config import UNSET, Count, MayChange, Optimizer, TrainingConfig, flag
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.numbers.orders import Order, by_length
 from trainkit.reading import frames, splits

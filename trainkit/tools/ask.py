@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from tyro.conf import Positional
 
-from trainkit.config import Count, parse
-from trainkit.config.flags import find_broken_rules
+from trainkit.config import Count, find_broken_rules, parse
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.language.conversations import answer
 from trainkit.language.templates import Chat

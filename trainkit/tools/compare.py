@@ -12,7 +12,7 @@ import evaluate
 import numpy as np
 import torch
 
-from trainkit.config.directions import metric_and_direction
+from trainkit.config import metric_and_direction
 from trainkit.run.reporter import by_interest
 from trainkit.store.records import (
     PREDICTIONS,

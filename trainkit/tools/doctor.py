@@ -28,13 +28,11 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 
 from trainkit.checkpoints import sharded as shards
-from trainkit.config import Positive, Rule
-from trainkit.config.command_line import parse
-from trainkit.config.flags import find_broken_rules
+from trainkit.config import Positive, Rule, find_broken_rules, parse
 from trainkit.errors import LoneFailure, UsageError
-from trainkit.launch import alike, environment, together
-from trainkit.launch.together import failing_together
-from trainkit.repairs.names import mesh_groups
+from trainkit.launch import environment, nodes, processes
+from trainkit.launch.processes import failing_together
+from trainkit.repairs.private_names import mesh_groups
 from trainkit.run.plan import describe_world
 from trainkit.run.session import end_training
 from trainkit.text import first_sentence
@@ -73,17 +71,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UsageError("; ".join(problems))
     precision = environment.check_launch()
     timeout = timedelta(seconds=config.timeout)
-    with together.deadline(timeout):
+    with processes.deadline(timeout):
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision=precision,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         )
     shards.shard(accelerator)
-    alike.check_world(accelerator)
+    nodes.check_world(accelerator)
     accelerator.print(f"world: {describe_world(accelerator)}")
-    alike.check_same(accelerator, alike.describe_node())
-    alike.check_shared_folder(accelerator, config.run_dir)
+    nodes.check_same(accelerator, nodes.describe_node())
+    nodes.check_shared_folder(accelerator, config.run_dir)
     accelerator.print(measure_disk(accelerator, config))
     problems = find_slow(accelerator)
     if accelerator.num_processes > 1:
@@ -144,7 +142,7 @@ def find_slow(accelerator: Accelerator) -> list[str]:
     dtype = PRECISIONS[accelerator.mixed_precision]
     a, b = torch.ones(2, size, size, dtype=dtype, device=device)
     rate = 2 * size**3 / mean_seconds(accelerator, lambda: a @ b, NUM_MATMULS)
-    ranks = gather_object([(f"{alike.node_name()}, {device}", rate)])
+    ranks = gather_object([(f"{nodes.node_name()}, {device}", rate)])
     problems = []
     median = statistics.median_high(rate for _, rate in ranks)
     for number, (where, rate) in enumerate(ranks):
@@ -165,7 +163,7 @@ def find_gloo_problem(accelerator: Accelerator) -> list[str]:
         torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=GLOO_SECONDS))
     except RuntimeError as problem:
         reason = str(problem).splitlines()[0]
-    failed = [pair for pair in gather_object([(reason, alike.node_name())]) if pair[0]]
+    failed = [pair for pair in gather_object([(reason, nodes.node_name())]) if pair[0]]
     if not failed:
         return []
     reason, node = min(failed, key=lambda pair: "timeout" in pair[0])  # others only timed out
@@ -187,7 +185,7 @@ def find_axis_problem(
     others = f"processes {ranks} along the axis {axis} of the mesh"
     accelerator.wait_for_everyone()
     try:
-        with together.deadline(timedelta(seconds=AXIS_SECONDS), others):
+        with processes.deadline(timedelta(seconds=AXIS_SECONDS), others):
             tensor = torch.zeros(1, device=accelerator.device)
             torch.distributed.all_reduce(tensor, group=group)
             tensor.item()  # waits for a GPU

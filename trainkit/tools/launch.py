@@ -64,7 +64,7 @@ def main() -> int:
     from accelerate.commands import launch
     from torch.distributed.launcher.api import ChildFailedError, SignalException
 
-    from trainkit.repairs.fixes import launch_in_own_session
+    from trainkit.repairs.replaced import launch_in_own_session
 
     launch_in_own_session()
     try:

@@ -36,7 +36,7 @@ from trainkit.hashes import digest
 from trainkit.launch import startup
 from trainkit.numbers.loaders import EpochBatches
 from trainkit.numbers.orders import Length
-from trainkit.repairs.names import BatchNorm, hooked
+from trainkit.repairs.private_names import BatchNorm, hooked
 from trainkit.run.step import Step
 
 STEPS_IN_EPOCH = 4  # more are cut out of the middle of an epoch, so that its last batch stays

@@ -18,12 +18,10 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from trainkit.config import TrainingConfig
-from trainkit.config.command_line import flag
+from trainkit.config import TrainingConfig, flag
 from trainkit.errors import UsageError
 from trainkit.hashes import digest, digest_file
-from trainkit.launch.patience import wait_for_all
-from trainkit.launch.together import failing_together, raise_together
+from trainkit.launch.processes import failing_together, raise_together, wait_for_all
 from trainkit.store.places import shown
 
 SHOWN_SECONDS = 5.0  # a network file system may show a new file a little later
@@ -49,7 +47,7 @@ def first_on_each_node(
 ) -> Any:
     """Return load(), called first by one process per file system, so that it fills a cache once.
 
-    Every process must call this, and waits as long as the others work: see patience.py. A
+    Every process must call this, and waits as long as the others work: see launch/processes.py. A
     UsageError on any process is raised on all of them.
     """
     result = None

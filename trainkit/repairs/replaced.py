@@ -36,7 +36,7 @@ from accelerate.utils import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainkit.repairs.names import (
+from trainkit.repairs.private_names import (
     COMPILED,
     is_trained,
     mesh_groups,
