@@ -3,27 +3,21 @@
 import importlib
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from trainkit import Run
 
 import pytest
 from conftest import ROOT, refused
 
-import predict
 import train_mnist
 import train_regression
-from trainkit.config import UNSET, TrainingConfig, find_urls, parse
+from trainkit.config import UNSET, TrainingConfig, parse
 from trainkit.numbers.orders import Progress
 from trainkit.run.results import update_best
 from trainkit.store import places as stores
-from trainkit.tables.sets import comma_separated
 
 # What is typed, and a part of the sentence that answers it.
 SLIPS = {
@@ -35,12 +29,9 @@ SLIPS = {
     "--seed 0 --warmup 0,1 --epochs 3": "--warmup 0,1 must be a number, such as 0.5 (see ",
     "--tracker wandbb": "--tracker wandbb must be one of tensorboard, trackio, wandb (see ",
     "--keep 2 --run-dir": "--run-dir needs a value: a path (see ",
-    "--drop-last true --epochs 2": "this flag takes no value, write --drop-last or --no-drop-last",
-    "--epochs 2 --no-pictures=1": "--no-pictures 1: this flag takes no value, write --pictures or",
+    "--drop-last true --epochs 2": "true belongs to no flag: .* a switch takes no value",
     "--min-learning-rate 1e-x": "--min-learning-rate 1e-x must be a number, such as 0.5 (see ",
-    "--mirror my run --keep 2": "run after --mirror belongs to no flag: leave it out, give it",
-    "--mirror -x": "--mirror needs a value; one that begins with - is written --mirror=-x (see ",
-    "7 --epochs 2": "7 belongs to no flag: leave it out, give it a flag, or put a value with blan",
+    "--mirror my run --keep 2": "run belongs to no flag: leave it out, give it a flag, or put a",
     "@{}/gone": "gone cannot be read: ",
     "@{}/open": "open cannot be read: ValueError: No closing quotation",
 }
@@ -51,54 +42,8 @@ def test_a_slip_in_a_flag_is_one_sentence(typed, tmp_path, monkeypatch):
     (tmp_path / "open").write_text("--label 'x")
     monkeypatch.setenv("COLUMNS", "40")  # the library breaks its lines there
     for script in (train_mnist, train_regression):
-        with refused(re.escape(SLIPS[typed])):
+        with refused(SLIPS[typed].replace("(", r"\(")):
             parse(script.Config, typed.format(tmp_path).split())
-
-
-class Colour(Enum):
-    red = 1
-    dark_blue = 2
-
-
-@dataclass
-class OfManyTypes(TrainingConfig):
-    count: int | Literal["auto"] = "auto"
-    rates: Sequence[float] = ()
-    sizes: tuple[int, ...] = (1,)
-    limits: tuple[float, float] = (0.0, 1.0)
-    place: tuple[float, int] = (0.0, 1)
-    colour: Colour = Colour.red
-    level: Literal[1, 2] = 1
-    widths: Annotated[list[int], comma_separated(int)] = field(default_factory=list)
-
-
-@pytest.mark.parametrize(
-    "typed, sentence",
-    [
-        ("--count x", "--count x must be a whole number, such as 12, or auto"),
-        ("--rates 1 x 2 --keep 3", "--rates 1 x 2 must be numbers with blanks between them"),
-        ("--sizes 1.5", "--sizes 1.5 must be whole numbers with blanks between them"),
-        ("--limits 0", "--limits 0 must be 2 numbers, with blanks between them"),
-        ("--limits 0 x", "--limits 0 x must be 2 numbers, with blanks between them"),
-        ("--limits 0 1 2", "2 after --limits belongs to no flag: "),
-        ("--place 0 x", "--place 0 x must be 2 values, with blanks between them"),
-        ("--colour green", "--colour green must be one of red, dark_blue"),
-        ("--level 3", "--level 3 must be one of 1, 2"),
-        ("--widths 8,x", "--widths 8,x must be whole numbers with commas between them"),
-        ("--learning-rate", "--learning-rate needs a value: a number, such as 0.5"),
-    ],
-)
-def test_a_value_of_a_wrong_type_is_told_in_words_of_its_user(typed, sentence):
-    with refused(f"^{re.escape(sentence)}"):
-        parse(OfManyTypes, typed.split())
-
-
-def test_words_without_a_flag_are_right_where_a_program_has_them():
-    with refused("^yes belongs to no flag: leave it out, or put it before all flags"):
-        parse(predict.Config, ["run", "a.png", "--export", "yes"])
-    with refused("^Unrecognized options: --indx, x"):
-        parse(predict.Config, ["run", "a.png", "--indx", "x"])
-    assert parse(predict.Config, ["run", "a.png", "b.png"]).files == [Path("a.png"), Path("b.png")]
 
 
 # What a file of flags holds, and the --run-dir and --label that come of it.
@@ -325,46 +270,6 @@ def test_a_value_is_chosen_for_a_flag_that_is_unset_and_for_no_other():
         config.validate(1, is_loaded=True)
 
 
-def test_the_own_class_of_a_script_is_made_once():
-    made = []
-
-    @dataclass
-    class Config(TrainingConfig):
-        width: int = UNSET
-
-        def __post_init__(self):
-            made.append(self)
-
-    config = parse(Config, ["--epochs", "3"])
-    assert type(config) is Config and made == [config] and config.width is UNSET
-
-
-def test_flags_are_read_where_python_drops_docstrings(tmp_path):
-    """python -OO; a script that imports torch would take 8 s here, and as it is compiled more."""
-    script = tmp_path / "train_mine.py"
-    script.write_text('''"""Train mine."""
-from dataclasses import dataclass
-
-from trainkit.config import UNSET, TrainingConfig, parse
-
-@dataclass
-class Config(TrainingConfig):
-    data: str | None = None
-    """a table"""
-    model: str = UNSET
-    """the network"""
-
-    def __post_init__(self):
-        self.set_unset({"model": "tabm" if self.data else "linear"})
-
-first, second = (parse(Config, words) for words in (["--data=x"], []))
-print(__doc__, type(first) is type(second) is Config, first.model, second.model)
-''')
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-OO", script], env=env, capture_output=True)
-    assert done.stdout.split() == [b"None", b"True", b"tabm", b"linear"], done.stderr
-
-
 def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(capsys, monkeypatch):
     @dataclass
     class Config(TrainingConfig):
@@ -396,11 +301,6 @@ def test_help_names_the_default_that_depends_on_other_flags(script, capsys, monk
             assert "(default:" in about[name.replace("_", "-")], name
 
 
-def test_a_path_whose_name_is_too_long_is_refused():
-    with refused("--start-from xxxxx.* is too long for a path"):
-        parse(TrainingConfig, ["--start-from", "x" * 300])
-
-
 @pytest.mark.parametrize("words", [["--mirror", ""], ["--mirror="], ["--run-dir", ""]])
 def test_an_empty_value_as_of_a_variable_that_is_not_set_is_refused(words):
     with refused(f"{words[0].rstrip('=')} is empty: give it a value, or leave it out"):
@@ -419,6 +319,4 @@ def test_a_url_where_a_path_is_needed_is_refused_without_its_passwords(words, se
     with refused(sentence) as raised:
         parse(TrainingConfig, words.split())
     assert "secret" not in str(raised.value) and "key=" not in str(raised.value)
-    assert find_urls(TrainingConfig(run_dir=Path("C:/runs/a"))) == []
-    with refused("is a URL"):  # from code
-        TrainingConfig(start_from=Path("s3://bucket/a.safetensors")).validate(1)
+    assert parse(TrainingConfig, ["--run-dir", "C:/runs/a"]).run_dir == Path("C:/runs/a")

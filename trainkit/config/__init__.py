@@ -1,7 +1,10 @@
-"""The flags of a run: a dataclass that a script extends, and the command line that fills it."""
+"""The flags of a run: a dataclass that a script extends, and the command line that fills it.
 
-from trainkit.config.command_line import find_urls, flag, parse
-from trainkit.config.directions import metric_and_direction
+Scripts may import from here; the kit above reads the values. It knows nothing of processes or
+files. Begin in flags.py, with TrainingConfig; command_line.py has `parse`.
+"""
+
+from trainkit.config.command_line import flag, parse
 from trainkit.config.flags import (
     MAY_CHANGE,
     UNSET,
@@ -20,6 +23,7 @@ from trainkit.config.flags import (
     Share,
     TrainingConfig,
     find_broken_rules,
+    metric_and_direction,
 )
 
 __all__ = [
@@ -40,7 +44,6 @@ __all__ = [
     "Share",
     "TrainingConfig",
     "find_broken_rules",
-    "find_urls",
     "flag",
     "metric_and_direction",
     "parse",

@@ -1,7 +1,6 @@
-"""Parse the command line: flags, and files of flags, become a dataclass."""
+"""Parse the command line: flags, and files of flags, become a dataclass, or one sentence."""
 
 import contextlib
-import errno
 import inspect
 import io
 import re
@@ -11,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import (
@@ -23,7 +23,6 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from trainkit.config.slips import explain_slip
 from trainkit.errors import UsageError, as_usage_error
 
 C = TypeVar("C")
@@ -36,6 +35,8 @@ URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 # The flags that people use, which --help shows before all others.
 USED_MOST = "dataset data target model epochs batch_size learning_rate run_dir resume"
+
+WANTED = {int: "a whole number, such as 12", float: "a number, such as 0.5", Path: "a path"}
 
 NOT_SHOWN = tyro.conf.arg(help_behavior_hint="")  # hides the default in --help
 
@@ -65,9 +66,9 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     except SystemExit as end:
         if not end.code:
             raise  # after --help
-        said = explain_slip(_first_sentence(messages.getvalue()), words, kind)
+        said = _explain(_first_sentence(messages.getvalue()), words, kind)
         raise UsageError(f"{said} (see {script} --help)") from None
-    if problems := find_urls(config) + find_long_names(config) + find_empty(words, config):
+    if problems := find_urls(config) + find_empty(words, config):
         raise UsageError("; ".join(problems))
     return config
 
@@ -104,20 +105,6 @@ def find_urls(config: Any) -> list[str]:
             elif name == "run_dir":
                 remedy = f"give a folder here, and copy it there with --mirror {url}"
             problems.append(f"{flag(name)} {url} is a URL, where a path is needed: {remedy}")
-    return problems
-
-
-def find_long_names(config: Any) -> list[str]:
-    """A phrase for each path whose name no file can have, because it is too long."""
-    problems = []
-    for name, value in vars(config).items():
-        for path in value if isinstance(value, list | tuple) else [value]:
-            try:
-                if isinstance(path, Path):
-                    path.exists()
-            except OSError as problem:
-                if problem.errno == errno.ENAMETOOLONG:
-                    problems.append(f"{flag(name)} {path!s:.40}... is too long for a path")
     return problems
 
 
@@ -175,3 +162,34 @@ def _first_sentence(box: str) -> str:
     if meant:
         sentence += f"; perhaps you meant {' or '.join(meant)}"
     return sentence
+
+
+def _explain(said: str, words: Sequence[str], kind: type) -> str:
+    """Say what the value of the flag that tyro names must be, if its type has words for that."""
+    stray = said.removeprefix("Unrecognized options: ")
+    if stray != said and not re.search("(^|, )-", stray):
+        return (
+            f"{stray} belongs to no flag: leave it out, give it a flag, or put a value with blanks "
+            "into quotes; a switch takes no value, it is --NAME or --no-NAME"
+        )
+    named = re.match(r"(?:Error parsing|Missing value|invalid choice).*?--([\w-]+)['.:]", said)
+    name = named[1].replace("-", "_") if named else ""
+    typed = [at for at, word in enumerate(words) if flag(word.partition("=")[0][2:]) == flag(name)]
+    wanted = describe(get_type_hints(kind, include_extras=True).get(name))
+    if not typed or not wanted:
+        return said
+    value = " ".join([words[typed[-1]].partition("=")[2], *words[typed[-1] + 1 :][:1]]).split()
+    if not value or value[0].startswith("--"):
+        return f"{flag(name)} needs a value: {wanted}"
+    return f"{flag(name)} {value[0]} must be {wanted}"
+
+
+def describe(hint: Any) -> str:
+    """What a value of this type is to a user: words for a choice, a number and a path alone."""
+    parts = [part for part in get_args(hint) if part is not NoneType]
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    is_inside = get_origin(hint) is Annotated or len(parts) == 1 < len(get_args(hint))
+    if any(isinstance(part, PrimitiveConstructorSpec) for part in parts):
+        return ""  # it reads the word by a rule of its own
+    return describe(parts[0]) if is_inside else WANTED.get(hint, "")

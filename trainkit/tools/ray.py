@@ -20,13 +20,12 @@ from ray import train
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchTrainer
 
-from trainkit.config.slips import read_as
 from trainkit.store.records import follow
 
 folder = Path.cwd()
 parser = argparse.ArgumentParser()
 for name, number in {"workers": 1, "cpus": 1, "gpus": 0, "retries": 3}.items():
-    parser.add_argument(f"--{name}", type=read_as(int), default=number)
+    parser.add_argument(f"--{name}", type=int, default=number)
 parser.add_argument("run_dir", type=folder.joinpath)
 parser.add_argument("script", nargs="...")
 args = parser.parse_args()

@@ -689,19 +689,13 @@ def rehearse(stage: Stage, only: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rehearse the script that the command line names."""
-    from trainkit.config.slips import read_as
-
     reader = argparse.ArgumentParser(
         prog="python -m trainkit.tools.rehearse",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    reader.add_argument(
-        "--epochs", type=read_as(int), default=5, help="at least so many (default: 5)"
-    )
-    reader.add_argument(
-        "--limit", type=read_as(float), default=300.0, help="seconds of a run (300)"
-    )
+    reader.add_argument("--epochs", type=int, default=5, help="at least so many (default: 5)")
+    reader.add_argument("--limit", type=float, default=300.0, help="seconds of a run (300)")
     reader.add_argument("--only", default="", help="the worlds whose name has this text")
     reader.add_argument("script", metavar="SCRIPT")
     reader.add_argument("flags", metavar="FLAGS", nargs="...")
