@@ -196,7 +196,7 @@ class TableRows(Predictor):
 
     def predict_file(self, path: Path, **options: Any) -> str:
         """Write TABLE_predictions.csv: the rows of a table and the columns of answer_rows."""
-        from trainkit.tools.predictions import add_predictions  # here: pandas takes half a second
+        from trainkit.tables import add_predictions  # here: pandas takes half a second
 
         return add_predictions(path, self.metadata, self.answer_rows, options.get("encoding"))
 
@@ -232,15 +232,19 @@ class TextPredictor(Classifier):
     options = ("encoding",)
 
     def open(self, script: Any, run_dir: Path) -> None:
-        from trainkit.texts import bags, encoders, texts  # here: pandas takes half a second
+        from trainkit.texts import (
+            load_tokenizer,
+            make_bags,
+            tokenize,
+        )  # here: pandas takes half a second
 
         self.collate = script.collate
         if self.metadata["encoder"] is None:
-            self.tokenize = partial(bags.make_bags, num_bits=self.metadata["num_bits"])
+            self.tokenize = partial(make_bags, num_bits=self.metadata["num_bits"])
         else:
             options = {"max_tokens": self.metadata["max_tokens"]}
-            options["tokenizer"] = encoders.load_tokenizer(run_dir / "tokenizer")
-            self.tokenize = partial(texts.tokenize, **options)
+            options["tokenizer"] = load_tokenizer(run_dir / "tokenizer")
+            self.tokenize = partial(tokenize, **options)
 
     def forward(self, inputs: Any) -> torch.Tensor:
         logits = self.model(inputs.tokens, inputs.lengths)
@@ -255,10 +259,10 @@ class TextPredictor(Classifier):
 
         Of lines without a text that follow one another the first is named.
         """
-        from trainkit.texts import texts
+        from trainkit.texts import read_texts
 
         encoding = options.get("encoding") or self.metadata.get("encoding")
-        lines, notes = texts.read_texts(path, self.metadata.get("text"), encoding)
+        lines, notes = read_texts(path, self.metadata.get("text"), encoding)
         answers = [
             f"{path}:{number}: {self.describe(self(self.read(line)[0])[0]) if line else 'no text'}"
             for number, line in enumerate(lines, 1)
@@ -457,7 +461,7 @@ def predict_files(
             print(printable(f"error: {error}"), flush=True)
         rows.append(row)
     if csv_path is not None:
-        from trainkit.tools.predictions import write_answers  # here: pandas takes half a second
+        from trainkit.tables import write_answers  # here: pandas takes half a second
 
         print(printable(write_answers(csv_path, rows)))
     if failed:

@@ -21,13 +21,26 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import Schedule, parse
-from trainkit.texts import bags, encoders, texts
+from trainkit.texts import (
+    Bag,
+    TextConfig,
+    check_tokens,
+    choose_order,
+    fit_bag,
+    make_encoder,
+    make_samples,
+    read_docstrings,
+    read_encoder,
+    read_sets,
+    weigh,
+    write_results,
+)
 
 PACKAGES = ["matplotlib", "numpy", "pandas"]  # already installed: nothing is downloaded
 
 
 @dataclass
-class Config(texts.TextConfig):
+class Config(TextConfig):
     run_dir: Path = Path("runs/text")
     schedule: Schedule = "cosine"
     warmup: float = 0.1
@@ -44,11 +57,11 @@ class Batch(NamedTuple):
 def load_data(config: Config) -> tuple:
     """Return samples (tokens, label) to train and evaluate on, and what else main needs."""
     no_file = config.data is None
-    sets = texts.read_docstrings(PACKAGES, config.num_lines) if no_file else texts.read_sets(config)
-    encoder, tokenizer = encoders.read_encoder(config)
-    *parts, num_bits, plan = texts.make_samples(sets, config.max_tokens, tokenizer)
-    encoders.check_tokens(encoder, tokenizer, parts)
-    plan = plan | texts.fit_bag(config, len(sets.train))
+    sets = read_docstrings(PACKAGES, config.num_lines) if no_file else read_sets(config)
+    encoder, tokenizer = read_encoder(config)
+    *parts, num_bits, plan = make_samples(sets, config.max_tokens, tokenizer)
+    check_tokens(encoder, tokenizer, parts)
+    plan = plan | fit_bag(config, len(sets.train))
     metadata = {"script": Path(__file__).stem, "input": "text", "classes": sets.classes}
     metadata |= {"encoder": encoder, "max_tokens": config.max_tokens, "num_bits": num_bits}
     return *parts, metadata | sets.columns, plan, tokenizer
@@ -72,7 +85,7 @@ class Classifier(nn.Module):
     def forward(
         self, tokens: torch.Tensor, lengths: torch.Tensor, pieces: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """pieces: what bags.Bag takes instead of padded tokens."""
+        """pieces: what Bag takes instead of padded tokens."""
         is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
         states = self.encoder(input_ids=tokens, attention_mask=(~is_padding).long())[0]
         mean = states.masked_fill(is_padding[:, :, None], 0).sum(1) / lengths[:, None]
@@ -83,8 +96,8 @@ def make_model(metadata: dict[str, Any], base: str | None = None) -> nn.Module:
     """Make the model that the metadata describe; an encoder has the weights of base, if any."""
     num_classes = len(metadata["classes"])
     if metadata["encoder"] is None:
-        return bags.Bag(2 ** metadata["num_bits"], num_classes)
-    return Classifier(*encoders.make_encoder(metadata["encoder"], base), num_classes)
+        return Bag(2 ** metadata["num_bits"], num_classes)
+    return Classifier(*make_encoder(metadata["encoder"], base), num_classes)
 
 
 def make_groups(model: nn.Module, rate: float) -> list[dict[str, Any]]:
@@ -125,14 +138,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     with Run(config, "text") as run:
         accelerator = run.accelerator
         train_set, eval_set, metadata, plan, tokenizer = run.load(load_data)
-        how = texts.choose_order(train_set, config)  # weights of the texts, or batches by length
+        how = choose_order(train_set, config)  # weights of the texts, or batches by length
         loaders = make_loaders(accelerator, train_set, eval_set, config, collate, *how)
         model = make_model(metadata, config.base)
         if config.base:
             parameters = make_groups(model, config.peak_learning_rate)
         else:
             parameters = model.parameters()
-            model.rarity = bags.weigh([tokens for tokens, _ in train_set], metadata["num_bits"])
+            model.rarity = weigh([tokens for tokens, _ in train_set], metadata["num_bits"])
         optimizer = make_optimizer(accelerator, parameters, config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
@@ -152,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 if run.end_step():
                     run.save()
             run.end_epoch(*validate(run, model, eval_loader, eval_set, metadata["classes"]))
-        encoders.write_results(run, tokenizer)
+        write_results(run, tokenizer)
         return run.finish(f"python app.py {shlex.quote(str(config.run_dir))}")
 
 

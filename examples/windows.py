@@ -12,13 +12,14 @@ import pyarrow.parquet as pq
 import torch
 
 from trainkit.errors import LoneFailure, UsageError
-from trainkit.reading.splits import (
+from trainkit.rows import (
     EVALUATED,
+    ParquetRows,
     describe_given,
     may_say_split,
     read_split_columns,
+    shown,
 )
-from trainkit.rows.parquet import ParquetRows, shown
 from trainkit.store.atomic import write_durably
 from trainkit.text import count, shorten
 

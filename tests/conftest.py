@@ -303,8 +303,8 @@ def table_run(tmp_path_factory, run_main):
         for city in ("Bonn", "Rome")
     ]
     (folder / "houses.csv").write_text("\n".join(["area,city,age,price", *table]))
-    flags = f"--data {folder}/houses.csv --model mlp --target price --epochs 5"
-    run_main("train_regression", flags, "--run-dir", folder / "houses")
+    flags = f"--data {folder}/houses.csv --target price --epochs 5"
+    run_main("examples.table", flags, "--run-dir", folder / "houses")
     return folder / "houses"
 
 

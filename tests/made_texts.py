@@ -17,7 +17,7 @@ LINES = [
 
 def make_base(folder: Path):
     """A BERT with one layer, random weights and dropout; below, in float64; and lines.csv."""
-    pd.DataFrame(LINES, columns=["said", "kind"]).to_csv(folder / "lines.csv", index=False)
+    pd.DataFrame(LINES, columns=["text", "label"]).to_csv(folder / "lines.csv", index=False)
     transformers = pytest.importorskip("transformers")
     known = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "and", *" ".join(WORDS.values()).split()]
     vocabulary = {word: n for n, word in enumerate(known)}

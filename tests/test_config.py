@@ -76,8 +76,6 @@ WRONG = {
     "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
     "--hidden 3,0": "--hidden [3, 0] must be at least 1 each",
     "--noise -1": "--noise -1.0 must be a number of at least 0",
-    "--test-fraction 1": "--test-fraction 1.0 must be at least 0 and below 1",
-    "--target x": "--target and --features name columns of --data",
 }
 
 
@@ -117,12 +115,8 @@ def test_flags_that_do_not_go_together_are_refused(flags, words, monkeypatch):
 
 # What is typed after a script, and what is said of the flags that do nothing beside the others.
 UNREAD = {
-    "train_regression --data x --num-targets 3 --noise 0": [
-        "--num-targets 3 does nothing with --data: leave out one of them",
-        "--noise 0 does nothing with --data: leave out one of them",
-    ],
-    "train_regression --hidden 8,9 --data x": [
-        "--hidden 8,9 does nothing with --model tabm: leave it out, or give --model mlp"
+    "train_regression --hidden 8,9": [
+        "--hidden 8,9 does nothing with --model linear: leave it out, or give --model mlp"
     ],
     "train_regression --momentum 7": [
         "--momentum 7 does nothing with --optimizer adamw: leave it out, or give --optimizer sgd"
@@ -136,12 +130,7 @@ UNREAD = {
         "--schedule cosine or exponential+cosine",
         "--max-shift 0 does nothing with --no-augment: leave out one of them",
     ],
-    "train_regression --separator ; --missing drop --categorical a,b": [
-        "--categorical a,b does nothing without --data: leave it out, or give both",
-        "--missing drop does nothing without --data: leave it out, or give both",
-        "--separator ; does nothing without --data: leave it out, or give both",
-    ],
-    "examples.table_classes --data x --eval-data y --test-fraction 0.5": [
+    "examples.table --data x --eval-data y --test-fraction 0.5": [
         "--test-fraction 0.5 does nothing with --eval-data: leave out one of them"
     ],
     "examples.finetune --merge": [
@@ -154,7 +143,7 @@ UNREAD = {
         "--answers-only does nothing with --data: leave out one of them"
     ],
     # At its default, or read, also by what a script chooses itself.
-    "train_regression --momentum 0.9 --hidden 64,64 --missing-values=": [],
+    "train_regression --momentum 0.9 --hidden 64,64": [],
     "train_regression --optimizer sgd --momentum 7 --model mlp --hidden 8 --noise 0": [],
     "train_regression --schedule exponential+cosine --gamma 0.5 --cosine-epochs 2": [],
     "examples.text --momentum 0.5": [],
@@ -243,8 +232,7 @@ def test_which_value_of_a_metric_is_better_is_known_or_must_be_said(metric, dire
 
 
 def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():
-    same = "--run-dir x --patience 3 --eval-every 2 --accumulate 2 --target-r2 0.5 --data x"
-    same += " --model linear"  # which is not the default with --data
+    same = "--run-dir x --patience 3 --eval-every 2 --accumulate 2 --eval-batch-size 9"
     others = ("--ema 0.9", "--min-learning-rate 1e-5", "--noise 0", "--epochs 7")
     longer = ("--schedule constant --epochs 1", "--schedule constant --epochs 2")
     assert TrainingConfig(decay=0.5, epochs=1).experiment()["epochs"] == 1  # its rates need it
@@ -252,12 +240,10 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():
     plain, again, *changed, shorter, long = (config.experiment() for config in configs)
     assert plain == again and plain not in changed and shorter == long != plain
     # run.begin's metadata may be called like a shared flag, such as "pictures".
-    assert configs[0].nodes_may_differ == {"data", "eval_data", "target_r2"}
+    assert configs[0].nodes_may_differ == set()
 
 
 def test_a_value_is_chosen_for_a_flag_that_is_unset_and_for_no_other():
-    config = parse(train_regression.Config, ["--batch-size", "8", "--clip-norm", "inf"])
-    assert config.epochs == 30 and config.batch_size == 8  # as suits --model linear
     config = TrainingConfig(epochs=UNSET, drop_last=UNSET, momentum=UNSET, warmup=UNSET)
     config.warmup = 0.0  # a value, though it is not true
     values = {"epochs": 4, "batch_size": 7, "drop_last": False, "momentum": 2.0, "warmup": 0.1}

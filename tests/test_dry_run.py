@@ -48,7 +48,7 @@ def test_a_dry_run_fails_as_the_run_would(fork_main, tmp_path):
     done = fork_main("train_regression.py", flags, cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
     assert "the weights are not finite after step 1" in done.error(1)
     flags = "--run-dir runs/a --dry-run --data none.csv --target y"
-    done = fork_main("train_regression.py", flags, cwd=tmp_path)
+    done = fork_main("examples/table.py", flags, cwd=tmp_path)
     assert "none.csv" in done.error(2)
     assert [*tmp_path.iterdir()] == []
 

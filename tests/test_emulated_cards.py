@@ -435,8 +435,8 @@ pictures, decoded | examples.pictures PHOTOS --resize 40 --cache-bytes 0 --mix m
 preference | examples.preference TUNED/preferred.jsonl --sft-weight 1 | 4 | POSITIONS
 digits | train_mnist --dataset {digits} --max-shift 2 --max-turn 5 --ema 0.9 | 0
 regression | train_regression --model mlp --loss huber --accumulate 2 | 0
-table | train_regression --data {table}/t.csv --target y --features a,b | 0
-classes | examples.table_classes --data {table}/t.csv --target kind --features a,b | 0
+table | examples.table --data {table}/t.csv --target y --features a,b | 0
+classes | examples.table --data {table}/t.csv --target kind --features a,b | 0
 text --balance | examples.text --data {texts}/lines.csv --balance | 4
 text --base | examples.text --data {texts}/lines.csv --base {texts} | 4 | PADDING
 gan | examples.gan --dataset {digits} | 0

@@ -26,8 +26,8 @@ TABLE = f"--data {{table}}/t.csv {SMALL} --learning-rate 0.02 --features a,b,c -
 PHOTOS = f"examples/pictures.py --dataset {{photos}}/data {SMALL} --size 32 --resize 36"
 EXAMPLES = {
     "deep": "train_mnist.py --dataset {tiny} --model deep --batch-size 36",
-    "tabm": f"train_regression.py {TABLE} y",
-    "classes": f"examples/table_classes.py {TABLE} kind",
+    "tabm": f"examples/table.py {TABLE} y",
+    "classes": f"examples/table.py {TABLE} kind",
     "text": f"examples/text.py {SMALL} --num-lines 109",
     "gan": f"examples/gan.py {SMALL} --dataset {{tiny}}",
     "two_towers": f"examples/two_towers.py {SMALL} --dataset {{tiny}}",

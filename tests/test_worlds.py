@@ -48,8 +48,8 @@ RUNS = {
     "pictures": ("examples.pictures", f"{PHOTOS} --mix cutmix --balance", 27),
     "frozen": ("examples.pictures", f"{PHOTOS} --freeze", 27),
     "encoder": ("examples.text", f"{SMALL} {ENCODER}", 27),
-    "tabm": ("train_regression", f"{TABLE} y", 27),
-    "classes": ("examples.table_classes", f"{TABLE} kind", 27),
+    "tabm": ("examples.table", f"{TABLE} y", 27),
+    "classes": ("examples.table", f"{TABLE} kind", 27),
 }
 NUM_STEPS, KILLED_AT, SAVE_EVERY = 12, 11, 5
 BERT = "transformers.models.bert.modeling_bert"

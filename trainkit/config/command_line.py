@@ -52,6 +52,9 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     docstring = sys.modules[kind.__module__].__doc__ or ""  # there is none under python -OO
     words = list(_read_files(sys.argv[1:] if argv is None else argv))
     script = Path(sys.argv[0]).name
+    for name in (word.partition("=")[0] for word in words):
+        if remedy := getattr(kind, "MOVED", {}).get(name):  # flags that it had, and what to do
+            raise UsageError(f"{name}: {remedy}")
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):

@@ -1,9 +1,9 @@
 """Say which rows are trained on and which are evaluated, for all kinds of data.
 
 A split that the user made is kept: its files, folders or parts are called train, test, validation,
-val or dev, or a column of its rows says so. What --eval-data names comes before files and parts,
-and these before a column. Without a split a share of each class is held out, the same for any
---seed. Equal rows are on one side.
+val or dev, or a column of its rows that is called split has these words. What --eval-data names
+comes before files and parts, and these before a column. Without a split a share of each class is
+held out, the same for any --seed. Equal rows are on one side.
 """
 
 import re
@@ -24,21 +24,6 @@ WORDS = {
 EVALUATED = ("test", "validation")
 # A whole part of a path, perhaps with the number of a shard and endings, or a word in it.
 FORMS = (r"({})([-_.]?\d+[-_]of[-_]\d+)?(\.\w+)*", r"(.*[\W\d_])?({})([\W\d_].*)?")
-# A column whose name has one of these words may hold names of splits, and one called is_test flags.
-NAMES_OF_COLUMNS = {"split", "splits", "partition", "subset", "set", "dataset", "fold", "usage"}
-NAMES_OF_COLUMNS |= {"ml_use"}  # as Vertex AI calls it
-FLAG = re.compile(rf"((is|in)_?)?({'|'.join(WORDS.values())})(_?set)?")
-# What may as well mean something else: which rows are valid, are of developers, are trains, and who
-# is in training, what is in test. With "set" behind it, as in in_test_set, it means a split alone.
-UNSURE_FLAG = re.compile(
-    r"(is|in)_?(valid|dev|training|testing)"
-    r"|in_?(test|validation|evaluation|hold[-_]?out|held[-_]?out)"
-    r"|(?!is|in).*"
-)
-STATE = re.compile(r"\s*i[sn]", re.IGNORECASE)  # how a flag begins that is more than a word
-UNSURE_NAMES = {"phase", "mode", "part", "stage", "group", "type", "role", "purpose", "sample"}
-YES, NO = {"true", "t", "yes", "y", "1"}, {"false", "f", "no", "n", "0", ""}
-NOTHING = {"", "nan", "none", "null", "na", "n/a", "<na>", "nat"}  # how files write a missing value
 
 
 def find_split(name: str, whole: bool = False) -> str:
@@ -122,7 +107,7 @@ class ColumnSplit(NamedTuple):
             so.
         names: what messages call each of them.
         columns: those that say so, which are nothing to learn from.
-        note: a sentence for the plan about a column that may have been meant so, or "".
+        note: a sentence for the plan about a column that is called so and does not say it, or "".
     """
 
     rows: dict[str, list[int]]
@@ -133,133 +118,33 @@ class ColumnSplit(NamedTuple):
 
 def may_say_split(name: Any) -> bool:
     """Return whether a column is called so that read_split_columns should see it."""
-    return bool(_kind_of_column(str(name)))
-
-
-def _kind_of_column(name: str) -> str:
-    """Return what a column may hold by its name: "words", "flags", either "perhaps", or ""."""
-    plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip()).lower()  # dataSplit, isTest
-    words = re.split(r"[\W_]+", plain)
-    if FLAG.fullmatch(plain):
-        return "flags, perhaps" if UNSURE_FLAG.fullmatch(plain) else "flags"
-    of_splits = [word for word in words if find_split(word, whole=True)]  # as in train/test
-    if NAMES_OF_COLUMNS & {*words, plain} or len(of_splits) > 1:
-        return "words"
-    return "words, perhaps" if UNSURE_NAMES & {*words} else ""
+    return str(name).strip().lower() == "split"
 
 
 def read_split_columns(columns: Mapping[str, Iterable[Any]]) -> ColumnSplit:
-    """Return which split each row of a table is in, by its columns that may_say_split names.
+    """Return which split each row of a table is in, by the column that may_say_split names.
 
-    A column says so if some of its values are names of splits, to train on and to evaluate on, in
-    any case; rows with another value are in none. Where only rows to evaluate on are marked, those
-    without a value are trained on. Flags such as is_val and is_test say it together, and is_valid
-    is one of them if just one of all is yes in each row. A column called split comes first.
+    It says so if some of its values are names of splits, to train on and to evaluate on, in any
+    case; rows with another value are in none.
     """
-    cells = {name: _as_words(values) for name, values in columns.items()}
-    kinds = {name: _kind_of_column(name) for name in cells}
-    names_of_words = [name for name in cells if kinds[name] == "words"]
-    names_of_words.sort(key=lambda name: name.strip().lower() != "split")
-    said: dict[tuple[str, ...], list[str]] = {(name,): cells[name] for name in names_of_words}
-    flags = [name for name in cells if kinds[name] == "flags" and _are_flags({*cells[name]})]
-    unsure = [name for name in cells if kinds[name] == "flags, perhaps" and STATE.match(name)]
-    if flags and unsure and _are_one_split([cells[name] for name in (*flags, *unsure)]):
-        flags += unsure
-    if flags:
-        said[tuple(flags)] = _join_flags({name: cells[name] for name in flags})
-    usable = {names: words for names, words in said.items() if _is_split({*words})}
-    if not usable:
-        notes = (_ask(name, kinds[name], {*cells[name]}) for name in cells)
-        return ColumnSplit({}, {}, [], next(filter(None, notes), ""))
-    chosen, words = next(iter(usable.items()))
-    column = " and ".join(map(repr, chosen))
-    parts = find_splits([*dict.fromkeys(words)])
-    split_of = {word: split for split, values in parts.items() for word in values}
-    rows: dict[str, list[int]] = {split: [] for split in parts}
-    for row, word in enumerate(words):
-        rows[split_of[word]].append(row)
-    named = {split: f"{_quote(values)} in column {column}" for split, values in parts.items()}
-    if "" in named:
-        named[""] += f" ({count(len(rows['']), 'row')})"
-    others = [name for names in usable if names != chosen for name in names]
-    note = f"by column {column}; not read: {shorten(others)}" if others else ""
-    return ColumnSplit(rows, named, [*chosen, *others], note)
-
-
-def _as_words(cells: Iterable[Any]) -> list[str]:
-    """Return the cells of such a column as texts, "" for a missing value; "test set" is "test"."""
-    texts = [str(cell).strip() for cell in cells]
-    words = {}
-    for text in {*texts}:
-        without_set = re.sub(r"(?i)[ _-]?(set|split|data)$", "", text)
-        word = without_set if find_split(without_set, whole=True) else text
-        word = re.sub(r"(?<=\d)\.0+$", "", word)
-        words[text] = "" if word.lower() in NOTHING else word
-    return [words[text] for text in texts]
-
-
-def _are_flags(words: set[str]) -> bool:
-    """Return whether these are yes and no, in one of the ways to write them."""
-    small = {word.lower() for word in words}
-    return small <= YES | NO and bool(small & YES) and bool(small & NO)
-
-
-def _are_one_split(flags: Sequence[Sequence[str]]) -> bool:
-    """Return whether these columns hold flags of which just one is yes in each row."""
-    rows = zip(*flags, strict=True)
-    return all(_are_flags({*words}) for words in flags) and all(
-        sum(word.lower() in YES for word in words) == 1 for words in rows
-    )
-
-
-def _join_flags(flags: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the name of the split of each row by columns such as is_train, is_val and is_test."""
-    meant = [next(s for s in WORDS if re.search(WORDS[s], name.lower())) for name in flags]
-    without = "train"  # the split of a row whose flags are all no
-    if "train" in meant:
-        without = "test" if len(flags) == 1 else ""
-    joined = []
-    for row in zip(*flags.values(), strict=True):
-        yes = {split for split, word in zip(meant, row, strict=True) if word.lower() in YES}
-        joined.append(next((split for split in (*EVALUATED, "train") if split in yes), without))
-    return joined
-
-
-def _is_split(words: set[str]) -> bool:
-    """Return whether values of a column name rows to train on and rows to evaluate on."""
-    known = {find_split(word, whole=True) for word in words}
-    if "train" in known:
-        return bool(known & {*EVALUATED})
-    is_clear = all(find_split(word, whole=True) for word in words - {""})
-    return is_clear and len(known) > 1  # one of them may be "", of rows without a value
-
-
-def _ask(name: str, kind: str, words: set[str]) -> str:
-    """Return a sentence about a column that says no split but may have been meant so, or ""."""
-    known = {find_split(word, whole=True) for word in words} - {""}
-    shown = _quote(sorted(words))
-    is_one_flag = kind == "flags" and words != {""} and {w.lower() for w in words} <= YES | NO
-    if (kind == "words" and known) or is_one_flag:
-        return (
-            f"column {name!r} does not say which rows are trained on and which are evaluated: its "
-            f"values are {shown}"
-        )
-    is_asked = {
-        "words": words <= {*"012"} and len(words) > 1 and re.search("(?i)split|partition", name),
-        # train, 0 or 1, may be a training that people had, and test what came out.
-        "flags, perhaps": _are_flags(words) and (STATE.match(name) or not words <= {*"01"}),
-        "words, perhaps": "" not in words and _is_split(words),
-    }
-    if not is_asked.get(kind):
-        return ""
-    return (
-        f"does column {name!r} ({shown}) say which rows are evaluated? If so, rename it to split, "
-        "and write train and test in it"
-    )
-
-
-def _quote(words: Sequence[str]) -> str:
-    return shorten([repr(word) if word else "no value" for word in words])
+    note = ""
+    for name, cells in columns.items():
+        words = [str(cell).strip() for cell in cells]
+        different = [*dict.fromkeys(words)]
+        known = {word: find_split(word, whole=True) for word in different}
+        if "train" in known.values() and {*EVALUATED} & {*known.values()}:
+            parts = find_splits([word for word in different if known[word]])
+            parts[""] = parts.get("", []) + [word for word in different if not known[word]]
+            split_of = {word: split for split, values in parts.items() for word in values}
+            rows: dict[str, list[int]] = {split: [] for split, values in parts.items() if values}
+            for row, word in enumerate(words):
+                rows[split_of[word]].append(row)
+            names = {s: f"{shorten([*map(repr, parts[s])])} in column {name!r}" for s in rows}
+            if "" in rows:
+                names[""] += f" ({count(len(rows['']), 'row')})"
+            return ColumnSplit(rows, names, [name], "")
+        note = f"column {name!r} does not say which rows are trained on and which are evaluated"
+    return ColumnSplit({}, {}, [], note)
 
 
 def load_parts(name: str) -> dict[str, tuple[str, Any]]:

@@ -1,1 +1,26 @@
-"""Rows of Parquet files, read by index from anywhere."""
+"""Rows of Parquet files by index, from anywhere, for data larger than the memory or the disk.
+
+All is in parquet.py: begin with ParquetRows, the data set; LaneOrder is the order in which its rows
+are drawn, and Cache what is kept on the disk. It uses the places and the orders of the core, and no
+other wing. Scripts import the names below from here.
+"""
+
+from importlib import import_module
+from typing import Any
+
+# The module of each name. Imported late, because pyarrow and fsspec take time.
+NAMES = {
+    "LaneOrder": "rows.parquet",
+    "ParquetRows": "rows.parquet",
+    "shown": "rows.parquet",
+    "EVALUATED": "reading.splits",
+    "describe_given": "reading.splits",
+    "may_say_split": "reading.splits",
+    "read_split_columns": "reading.splits",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"trainkit.rows has no {name!r}")
+    return getattr(import_module(f"trainkit.{NAMES[name]}"), name)

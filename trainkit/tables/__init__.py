@@ -1,1 +1,35 @@
-"""Tables: columns become numbers."""
+"""Tables: rows whose columns are read as numbers, dates and categories, and the network for them.
+
+Begin with sets.py, which reads a table and splits it; columns.py says how a column becomes numbers,
+network.py is the model, and predictions.py writes what a finished run says of new rows. It uses
+reading/ and the flags and sets of the core, and no other wing. Scripts import the names below from
+here.
+"""
+
+from importlib import import_module
+from typing import Any
+
+# The file of each name. Imported late, because predict.py does not train, and pandas takes time.
+NAMES = {
+    "Column": "columns",
+    "encode": "columns",
+    "TabM": "network",
+    "choose_sizes": "network",
+    "set_scale": "network",
+    "start_linear": "network",
+    "add_predictions": "predictions",
+    "write_answers": "predictions",
+    "measure_classes": "scores",
+    "measure_numbers": "scores",
+    "TableConfig": "sets",
+    "TableSets": "sets",
+    "Widths": "sets",
+    "make_number_sets": "sets",
+    "make_table_sets": "sets",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"trainkit.tables has no {name!r}")
+    return getattr(import_module(f"trainkit.tables.{NAMES[name]}"), name)

@@ -25,10 +25,6 @@ SCALES = torch.linspace(0, 1, 21)  # of what the members add
 NUM_JUDGED = 2000  # rows that decide between them, at most
 PENALTIES = torch.logspace(-2, 5, 15, dtype=torch.float64)  # of ridge regression
 NUM_STEPS = 1000  # about as many are taken by default
-# Defaults of flags that suit this network.
-DEFAULTS = {"learning_rate": 2e-3, "weight_decay": 0.03, "clip_norm": 1.0, "warmup": 0.05}
-
-LinearFit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class TabM(nn.Module):
@@ -163,27 +159,36 @@ def fit_logistic(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Te
     return weight.detach(), bias.detach()
 
 
-def start_linear(model: TabM, train_set: InMemory, fit: LinearFit) -> None:
-    """Solve the linear models of the network, in float64, so that all processes get the same."""
+def start_linear(model: TabM, train_set: InMemory) -> None:
+    """Solve the linear models of the network, in float64, so that all processes get the same.
+
+    They are ridge regression for targets that are numbers, and logistic regression for classes.
+    """
     features, targets, fold = train_set.tensors
-    targets = targets if targets.ndim == 1 else targets.double()
     for left_out in range(NUM_FOLDS + 1):  # the last one leaves out none
         kept = fold != left_out
         if kept.any():
-            weight, bias = fit(features[kept].double(), targets[kept])
+            rows = features[kept].double()
+            if targets.is_floating_point():
+                weight, bias = fit_ridge(rows, targets[kept].double())
+            else:
+                weight, bias = fit_logistic(rows, targets[kept], len(model.bias[0]))
             model.weight[left_out] = weight.float()
             model.bias[left_out] = bias.float()
 
 
 @torch.no_grad()
 def set_scale(
-    accelerator: Accelerator, model: nn.Module, train_set: InMemory, loss: Callable[..., Tensor]
+    accelerator: Accelerator,
+    model: nn.Module,
+    train_set: InMemory,
+    losses: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """Trust the members as far as they help with rows that they do not know.
 
     The scale is the smallest whose loss is not worse than that of the best one by more than half a
     standard error. While it is 0, all evaluations have the same metrics, which is said at the
-    second of them. Every process must call this.
+    second of them. losses: of outputs and targets, unreduced. Every process must call this.
     """
     num = len(train_set)
     judged = torch.linspace(0, num - 1, min(num, NUM_JUDGED), dtype=torch.float64).long()
@@ -195,8 +200,8 @@ def set_scale(
         parts.append([part.float().cpu() for part in model(*batch)])
     model.train()
     linear, added = map(torch.cat, zip(*parts, strict=True))
-    losses = [loss(linear + scale * added, targets, reduction="none") for scale in SCALES]
-    means = torch.stack([values.double().view(len(judged), -1).mean(1) for values in losses])
+    found = [losses(linear + scale * added, targets).double() for scale in SCALES]
+    means = torch.stack([values.view(len(judged), -1).mean(1) for values in found])
     worse = means - means[means.mean(1).argmin()]
     error = worse.std(1, correction=0) / len(judged) ** 0.5
     scale = SCALES[worse.mean(1) <= error / 2].min()

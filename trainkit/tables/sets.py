@@ -6,8 +6,6 @@
 import csv
 import io
 import math
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,9 +23,9 @@ from trainkit.config import (
     MayChange,
     NonNegative,
     ReadOnlyIf,
+    Rule,
     Seed,
     TrainingConfig,
-    flag,
 )
 from trainkit.errors import UsageError
 from trainkit.numbers.loaders import InMemory
@@ -36,45 +34,24 @@ from trainkit.reading.frames import (
     MAX_SHOWN,
     choose_columns,
     choose_evaluated_table,
-    describe_spelling,
     read_parts,
     typed,
 )
-from trainkit.reading.pieces import pack
 from trainkit.reading.recall import describe_classes
-from trainkit.tables import doubts, words
+from trainkit.tables import network
 from trainkit.tables.columns import (
-    MAX_CATEGORIES,
+    INDEX,
     MISSING,
     Column,
-    ask_words,
+    ask_missing,
     empty_cells,
     encode,
     find_kind,
-    is_index,
     learn_column,
     list_counts,
-    parse_cells,
-    read_column,
-    read_numbers,
-    target_column,
+    read_cells,
 )
-from trainkit.tables.marks import TableMark, find_marks, find_table_mark
-from trainkit.tables.network import NUM_FOLDS
 from trainkit.text import count, nfc, shorten
-
-# The flags that say what the data are.
-OF_DATA = [
-    "data",
-    "eval_data",
-    "target",
-    "features",
-    "categorical",
-    "missing",
-    "separator",
-    "encoding",
-]
-OF_DATA += ["missing_values", "test_fraction", "data_seed"]
 
 
 def split_names(text: str) -> list[str]:
@@ -106,15 +83,12 @@ def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:
 Names = Annotated[list[str], comma_separated(str)]
 # Not Names | None, of which tyro would say that no type matches, and not what is wrong.
 OptionalNames = Annotated[list[str] | None, comma_separated(str)]
-# Why a column of free text is left out, after how many texts it has.
-NO_USE = ", whose words say nothing of the target that the other columns do not"
-# With --test-fraction 0.
-EVALUATED_AS_NEW = (
-    "the rows that are trained on are evaluated as if their texts were new, so that predict.py, "
-    "which knows them, comes closer to the targets of these rows"
-)
+Widths = Annotated[
+    list[int],
+    comma_separated(int),
+    Rule(lambda value: min(value, default=0) >= 1, "at least 1 each"),
+]
 MAX_COLUMNS = 20_000  # of a table, each of which takes some 2 to 10 ms
-MAX_SCORES = 2**29  # of all classes for all rows, which the linear model computes at once
 
 
 @dataclass
@@ -125,175 +99,159 @@ class TableConfig(TrainingConfig):
     """CSV, Excel, JSON or Parquet file, a folder of them, or Hub id"""
     eval_data: MayChange[str | None] = None
     """the same, to evaluate on (default: the test split of --data, or else --test-fraction)"""
-    target: OptionalNames = None
-    """columns to predict, as a,b; a name with a comma in double quotes: 'a,"b, c"'"""
+    target: OptionalNames = None  # type: ignore[assignment]
+    """column to predict, a number or a class, or several numbers as a,b; a name with a comma in
+    double quotes: 'a,"b, c"'"""
     features: OptionalNames = None
     """columns to predict from, written like --target (default: all that can be used)"""
-    categorical: Annotated[Names, ReadOnlyIf("data")] = field(default_factory=list)
-    """columns that are categories although their values read as numbers"""
-    missing: Annotated[Literal["refuse", "impute", "drop"] | None, ReadOnlyIf("data")] = None
-    """what to do with a missing feature: refuse it, fill in the training mean, drop the row
-    (default: impute)"""
-    missing_values: Annotated[Names, ReadOnlyIf("data")] = field(default_factory=list)
+    categorical: Names = field(default_factory=list)
+    """columns that are categories, or classes, although their values read as numbers"""
+    missing_values: Names = field(default_factory=list)
     """cells that mean a missing value in every column, with = in between: =-999,unknown"""
-    separator: Annotated[str | None, ReadOnlyIf("data")] = None
+    separator: str | None = None
     """of the values in text files (default: , ; tab or |)"""
-    encoding: Annotated[str | None, ReadOnlyIf("data")] = None
+    decimal: Literal[".", ","] | None = None
+    """mark before the decimals, where both can be (default: as in English, or a comma in files
+    with semicolons)"""
+    encoding: str | None = None
     """of text files, such as cp1252 or utf-16 (default: UTF-8)"""
     test_fraction: Annotated[Fraction, ReadOnlyIf("eval_data", (None,))] = 0.2
     """of the rows, or of each class, to evaluate on, if no split is given; 0: on all"""
     data_seed: Seed = 0
-    """of the split, and of synthetic data"""
+    """of the split"""
 
-    # Their defaults depend on the model, and for a network on the number of rows too.
+    # These defaults depend on the number of rows.
     epochs: int = UNSET
-    """passes over the training data (default: as suits the model, see the plan)"""
+    """passes over the training data (default: about 1,000 steps)"""
     batch_size: int = UNSET
-    """samples per optimizer step, over all processes (default: as suits the model)"""
-    learning_rate: float = UNSET
-    """peak learning rate (default: as suits the model)"""
-    weight_decay: NonNegative[float] = UNSET
-    """decoupled for adamw, else an L2 penalty (default: as suits the model)"""
-    warmup: Fraction = UNSET
-    """fraction of all steps in which the learning rate rises (default: as suits the model)"""
-    clip_norm: float = UNSET
-    """largest norm of the gradient; inf: do not clip (default: as suits the model)"""
+    """samples per optimizer step, over all processes (default: as suits the number of rows)"""
+
+    # These differ from those of trainkit.config.
+    learning_rate: float = 2e-3
+    weight_decay: NonNegative[float] = 0.03
+    warmup: Fraction = 0.05
+    clip_norm: float = 1.0
 
     def find_problems(self, num_processes: int) -> list[str]:
-        """Add --eval-data without --data."""
+        """Add a table that is not named."""
         problems = super().find_problems(num_processes)
-        if self.eval_data and not self.data:
-            problems.append("--eval-data goes with --data: name the table to train on as well")
-        return problems
+        return problems if self.data else [*problems, "name the table with --data FILE"]
+
+    @property
+    def where(self) -> str:
+        """How a message names the table."""
+        return f"--data {self.data}"
 
 
-class Written(NamedTuple):
-    """How a table is written, which its numbers no longer tell.
+class UsedRows(NamedTuple):
+    """The rows of a table that have a target, those to evaluate on last if the user chose them.
 
-    words: those for missing values that stood among the numbers of a column, by row. separator:
-    between the cells, "" if it is no text. mark: for columns that leave it open.
+    numbers: of each row in its file, from 0. given: which rows the user chose to evaluate on, bool;
+    None: a part is held out. plan: lines that say what was read.
     """
 
-    words: dict[str, pd.Series]
-    separator: str = ""
-    mark: TableMark = TableMark()
-
-
-class TableSplit(NamedTuple):
-    """Positions of the rows to train and to evaluate on, int64, folds, and lines of the plan.
-
-    fold: of each row to train on, int64; equal rows are in one.
-    """
-
-    train: np.ndarray
-    test: np.ndarray
-    fold: torch.Tensor
+    table: pd.DataFrame
+    targets: list[Column]
+    numbers: np.ndarray
+    given: torch.Tensor | None
+    marks: list[str]
     plan: dict[str, str]
 
 
 class TableSets(NamedTuple):
-    """A set to train on (with folds, if any), one to evaluate on (with row numbers), and metadata.
+    """A set to train on (with folds), one to evaluate on (with row numbers), and metadata.
 
-    The metadata are what a prediction for a new row needs, and the lines of the plan.
+    The metadata are what a prediction for a new row needs; plan: lines that say how the table is
+    used.
     """
 
     train: InMemory
     evaluated: InMemory
     metadata: dict[str, Any]
+    plan: dict[str, str]
 
 
-def load_table(
-    config: TableConfig, predicts_classes: bool = False
-) -> tuple[pd.DataFrame, list[str], dict[str, Any]]:
-    """Return the table of --data without dropped rows, the targets, and metadata.
+def make_table_sets(config: TableConfig) -> TableSets:
+    """Return sets whose rows are features, as standardised numbers, and targets.
 
-    The index of the table holds row numbers from 0. The metadata have the options to read such a
-    table with, lines of the plan, the number that each row has in its file, what is Written and, if
-    the user chose the rows to evaluate on, which follow those to train on, the index of the first
-    of them and where they are from. Raises UsageError.
+    The targets are standardised numbers too, or the number of a class. What is learned from rows
+    (categories, means) is learned from the training rows alone. Raises UsageError.
     """
-    assert config.data is not None
-    options: dict[str, Any] = {"separator": config.separator, "encoding": config.encoding}
-    table, target, places, plan, whole = _read_rows(config.data, config, options)
-    metadata: dict[str, Any] = {"read_options": options, "truth": None} | places
-    if config.missing_values:
-        table, emptied = empty_cells(table, config.missing_values)
-        options["missing_values"] = config.missing_values
-        cells = [f"{count(number, 'cell')} of {name}" for name, number in emptied.items()]
-        shown = shorten(cells, MAX_SHOWN) or "none found"
-        plan |= {"missing": f"{', '.join(config.missing_values)}: {shown}"}
-    words_of = {}
-    for name in table.columns.difference([*target, *config.categorical]):
-        read, words_of[name] = read_numbers(table[name], with_words=config.missing != "drop")
-        table[name] = read
-    found = {name: cells for name, cells in words_of.items() if len(cells)}
-    metadata["written"] = Written(found, *_find_mark(table, whole))
-    if not predicts_classes:
-        _check_targets(table, config)
-    used, dropped = _drop_missing(table, config)
-    plan["data"] += dropped
-    return used, target, metadata | {"plan": plan}
+    rows = read_used_rows(config)
+    table, targets, classes = rows.table, rows.targets, rows.targets[0].categories
+    train, test, fold, learned, plan = split_and_learn(rows, config)
+    columns = [column for column in learned.values() if not column.problem]
+    if not columns:
+        said = [f"{name} ({column})" for name, column in learned.items()]
+        raise UsageError(f"{config.where}: no column can be used: {shorten(said, MAX_SHOWN)}")
+    features, _ = encode(table, columns)
+    metadata: dict[str, Any] = {"input": "table_class" if classes else "table"}
+    metadata["read_options"] = {
+        name: getattr(config, name) for name in ("separator", "encoding", "missing_values")
+    }
+    inputs, facts = standardise_columns("feature", features, train)
+    metadata |= facts | describe_columns(learned, targets)
+    if classes:
+        outputs = number_classes(table, targets[0])
+        plan |= describe_classes(outputs[train], outputs[test], classes, "row")
+        metadata["classes"] = classes
+    else:
+        numbers, _ = encode(table, targets)
+        outputs, facts = standardise_columns("target", numbers, train)
+        metadata |= facts | {"baseline": numbers[train].mean(0).tolist()}
+    train_set = InMemory(inputs[train], outputs[train], fold)
+    metadata["edges"] = network.find_edges(train_set.tensors[0])
+    plan = rows.plan | describe_use(learned, rows, train) | plan
+    eval_set = InMemory(inputs[test], outputs[test], torch.from_numpy(rows.numbers[test]))
+    return TableSets(train_set, eval_set, metadata, plan)
 
 
-def _find_mark(table: pd.DataFrame, whole: pd.DataFrame) -> tuple[str, TableMark]:
-    """Return what lies between the cells of a text file, and its decimal mark.
-
-    table: what is used, whose columns are numbers where they read as such. whole: all columns as
-    they are written, which are looked at if one that is used leaves the mark open.
-    """
-    separator = whole.attrs["form"].separator if "form" in whole.attrs else ""
-    used = (find_marks(table[name]) for name in table)
-    if not any(marks is not None and not marks.proof for marks in used):
-        return separator, TableMark()
-    return separator, find_table_mark((whole[name] for name in whole), separator)
-
-
-def _read_rows(
-    data: str, config: TableConfig, options: dict[str, Any]
-) -> tuple[pd.DataFrame, list[str], dict[str, Any], dict[str, str], pd.DataFrame]:
-    """Return the table of load_table as it is written, its targets, places of rows, and the plan.
-
-    The rows to train on follow with all columns of the file. options: of read_table. Raises
-    UsageError.
-    """
-    where = f"--data {data}"
-    # A column that the user names is not one that says which rows are evaluated.
-    named = [*(config.features or []), *(config.target or []), *config.categorical]
-    parts = read_parts(data, where, named, **options)
-    target = _find_target(parts["train"], config, where)
-    names = [*(config.features or parts["train"]), *target]
-    tables = [choose_columns(parts["train"], names, where)]
+def read_used_rows(config: TableConfig) -> UsedRows:
+    """Return the rows of --data, and of --eval-data or a split of it. Raises UsageError."""
+    where, options = config.where, {"separator": config.separator, "encoding": config.encoding}
+    target = config.target or []
+    named = [*target, *(config.features or []), *config.categorical]
+    parts = read_parts(str(config.data), where, named, **options)
+    whole = parts["train"]
+    check_table(whole, config)
+    names = [*(config.features or whole), *target]
     is_labelled = partial(_is_labelled, names=target)
     evaluated, lines = choose_evaluated_table(
         parts, config.eval_data, is_labelled, "row", named, **options
     )
-    lines |= describe_spelling(*tables)
-    places: dict[str, Any] = {}
+    tables = [choose_columns(whole, names, where)]
     if evaluated is not None:
-        places["given"] = (len(tables[0]), evaluated.attrs["where"])
         tables.append(choose_columns(evaluated, names, evaluated.attrs["where"]))
-    places["numbers"] = np.concatenate([table.index.to_numpy() for table in tables])
-    attributes = parts["train"].attrs
-    plan = {"data": Path(data).name}
-    if "files" in attributes:
-        plan["data"] += f" ({attributes['files']})"
-    if "question" in attributes:
-        plan["names"] = attributes["question"]
+    numbers = np.concatenate([table.index.to_numpy() for table in tables])
+    plan = {"data": Path(str(config.data)).name}
+    if "files" in whole.attrs:
+        plan["data"] += f" ({whole.attrs['files']})"
     table = pd.concat(tables, ignore_index=True)
-    return table, target, places, plan | lines, parts["train"]
+    if config.missing_values:
+        table, emptied = empty_cells(table, config.missing_values)
+        cells = [f"{count(number, 'cell')} of {name}" for name, number in emptied.items()]
+        shown = shorten(cells, MAX_SHOWN) or "none found"
+        plan["missing"] = f"{', '.join(config.missing_values)}: {shown}"
+    marks = [",", "."] if whole.attrs.get("separator") == ";" else [".", ","]
+    marks = [config.decimal] if config.decimal else marks
+    targets = find_targets(table, config, marks)
+    lacking = np.any([pd.isna(read_cells(table[c.name], c)) for c in targets], axis=0)
+    if lacking.any():
+        words = table.loc[lacking, target[0]].astype(object).fillna("").map(str).value_counts()
+        dropped = f"{count(int(lacking.sum()), 'row')} dropped: no target"
+        plan["data"] += f", {dropped}{list_counts(words.to_dict())}"
+    given = None if evaluated is None else torch.arange(len(table)) >= len(tables[0])
+    has_target = np.flatnonzero(~lacking)
+    used = table.iloc[has_target].reset_index(drop=True)
+    for column in targets:
+        check_target(used, column, config)
+    given = given if given is None else given[has_target]
+    return UsedRows(used, targets, numbers[has_target], given, marks, plan | lines)
 
 
-def _check_width(num_columns: int, where: str) -> None:
-    """Raise a UsageError for more columns than can be looked at one by one."""
-    if num_columns > MAX_COLUMNS:
-        raise UsageError(
-            f"{where}: it has {num_columns} columns, and at most {MAX_COLUMNS:,} are used at once, "
-            "because a thousand take seconds: choose some with --features"
-        )
-
-
-def _find_target(table: pd.DataFrame, config: TableConfig, where: str) -> list[str]:
-    """Return --target. Raises UsageError if there is none to choose, or --categorical is wrong."""
+def check_table(table: pd.DataFrame, config: TableConfig) -> None:
+    """Raise a UsageError if there is nothing to choose, or columns are named that are not there."""
+    where = config.where
     if table.shape[1] == 1:
         raise UsageError(
             f"{where}: there is one column, {table.columns[0]!r}, and two are needed: if it is "
@@ -306,25 +264,12 @@ def _find_target(table: pd.DataFrame, config: TableConfig, where: str) -> list[s
             f"{where}: choose the column to predict with --target: "
             f"{shorten([*map(typed, table)], MAX_SHOWN)}"
         )
-    choose_columns(table, config.categorical, where)
-    _check_width(len({*(config.features or table), *config.target}), where)
-    return config.target
-
-
-def _drop_missing(table: pd.DataFrame, config: TableConfig) -> tuple[pd.DataFrame, str]:
-    """Return the rows that have a target, or with --missing drop all values, and who lacks one."""
-    needed, what = table[config.target], "target"
-    if config.missing == "drop":
-        needed, what = table, "value"
-    columns = [find_kind(needed[name], config.categorical) for name in needed]
-    numbers = [column.categories is None for column in columns]
-    missing = needed.isna() | (needed.isin(MISSING) & numbers)
-    used = table[~missing.any(axis=1)]
-    if len(used) == len(table):
-        return used, ""
-    words = needed.astype(object).fillna("").where(missing).stack().value_counts().to_dict()
-    num_dropped = count(len(table) - len(used), "row")
-    return used, f", {num_dropped} dropped: no {what}{list_counts(words)}"
+    choose_columns(table, [*config.categorical, *config.target], where)
+    if (number := len(config.features or table.columns)) > MAX_COLUMNS:
+        raise UsageError(
+            f"{where}: it has {number} columns, and at most {MAX_COLUMNS:,} are used at once, "
+            "because a thousand take seconds: choose some with --features"
+        )
 
 
 def _is_labelled(table: pd.DataFrame, names: list[str]) -> bool:
@@ -335,279 +280,96 @@ def _is_labelled(table: pd.DataFrame, names: list[str]) -> bool:
     return bool((cells.notna() & ~cells.isin(MISSING)).all(axis=1).any())
 
 
-def _check_targets(table: pd.DataFrame, config: TableConfig) -> None:
-    """Raise a UsageError that names the script for classes if the target holds texts."""
-    for name in config.target or []:
-        column = find_kind(table[name], config.categorical)
-        if column.categories is not None and table[name].notna().any():
-            texts = sorted(parse_cells(table[name], column).dropna().unique())
-            cells = table[name].dropna()
-            others = [(row, name, "") for row in cells.index if column.num_numbers]
-            words, flag_for_words = ask_words(table, others, config.missing_values)
-            means = f". If {words} means a missing value, add {flag_for_words}" if words else ""
-            raise UsageError(
-                f"--data {config.data}: column {name!r} holds texts, such as "
-                f"{shorten([*map(repr, texts)])}, and this script predicts numbers{means}. For the "
-                f"class of a row: {command('examples/table_classes.py', config, [name])}"
-            )
+def find_targets(table: pd.DataFrame, config: TableConfig, marks: Sequence[str]) -> list[Column]:
+    """Return how the targets are read: as numbers, or one of them as classes.
 
-
-def command(script: str, config: TableConfig, target: list[str]) -> str:
-    """Return the command that starts another script for tables with these flags of the data."""
-    words = ["python", script]
-    default = TableConfig()
-    for name in OF_DATA:
-        value = target if name == "target" else getattr(config, name)
-        if value != getattr(default, name):
-            is_list = isinstance(value, list)
-            words += [flag(name), typed(*value) if is_list else shlex.quote(str(value))]
-    return " ".join(words)
-
-
-def make_class_sets(
-    table: pd.DataFrame, names: list[str], metadata: dict[str, Any], config: TableConfig
-) -> TableSets:
-    """Return make_table_sets of a table with one target, whose values are classes, in folds."""
-    where = f"--data {config.data}"
+    It is classes if it holds texts or just two different values, or is named in --categorical.
+    Raises UsageError for one of several that is no number.
+    """
+    names = config.target or []
+    columns = [find_kind(table[name], config.categorical, marks) for name in names]
+    column = columns[0]
+    cells = read_cells(table[column.name], column)
+    has_two = len(names) == 1 and len({*cells[~pd.isna(cells)]}) == 2 and not column.days
+    if has_two:
+        column.categories = []
+    texts = [column.name for column in columns if column.categories is not None]
+    if not texts:
+        return columns
     if len(names) > 1:
-        raise UsageError(f"{where}: --target {typed(*names)}: choose one column of classes")
-    classes = find_table_classes(table[names[0]], where, config)
-    return make_table_sets(table, names, metadata, config, in_folds=True, classes=classes)
-
-
-def make_table_sets(
-    table: pd.DataFrame,
-    names: list[str],
-    metadata: dict[str, Any],
-    config: TableConfig,
-    in_folds: bool = False,
-    classes: list[str] | None = None,
-) -> TableSets:
-    """Return sets whose rows are features, as standardised numbers, and targets.
-
-    The targets, `names`, are standardised numbers too, or with `classes` the number of a class.
-    What is learned from rows (categories, means) is learned from the training rows alone. Raises a
-    UsageError that says of each column whether it can be used. metadata: what load_table returns.
-    in_folds: whether the training rows have their fold, for network.py.
-    """
-    metadata = {**metadata}
-    written = metadata.pop("written", Written({}))
-    targets = [target_column(table[name], classes, written.mark.decimal) for name in names]
-    first, where = metadata.pop("given", (math.inf, ""))
-    in_file = metadata.pop("numbers", np.arange(len(table)))
-    given = torch.from_numpy(table.index.to_numpy() >= first) if where else None
-    numbers, wrong = encode_targets(table, targets)
-    options = None if wrong else numbers, config, given, written
-    split, learned, features, problems = read_features(table, targets, *options)
-    if problems or wrong or not features.shape[1]:
-        places = _name_rows([row for row, _, _ in problems + wrong], in_file, first, where)
-        raise UsageError(_judge(learned, problems + wrong, places, table, config))
-    inputs, facts = standardise_columns("feature", features, split, config)
-    facts |= _describe_columns(learned, targets, table, written)
-    if classes:
-        outputs = torch.from_numpy(numbers)
-        parts = outputs[split.train], outputs[split.test]
-        split.plan.update(describe_classes(*parts, classes, "row"))
-        facts["classes"] = classes
-    else:
-        outputs, more = standardise_columns("target", numbers, split, config)
-        facts |= more | {"baseline": numbers[split.train].mean(0).tolist()}
-    plan = metadata["plan"] | make_plan(facts, learned, targets, table, split, written.mark)
-    folds = [split.fold] if in_folds else []
-    rows = torch.from_numpy(in_file[table.index])
-    return TableSets(
-        InMemory(inputs[split.train], outputs[split.train], *folds),
-        InMemory(inputs[split.test], outputs[split.test], rows[split.test]),
-        metadata | facts | {"plan": plan},
-    )
-
-
-def _describe_columns(
-    learned: dict[str, Column], targets: list[Column], table: pd.DataFrame, written: Written
-) -> dict[str, Any]:
-    """Return the metadata of the columns that are used, and the names of the others.
-
-    The decimal mark of the targets is among them unless it is the usual one, a point in a file
-    without semicolons.
-    """
-    columns = [column for column in learned.values() if not column.problem]
-    facts = {
-        "columns": [column.facts() for column in columns],
-        "left_out": [name for name, column in learned.items() if column.problem],
-        "features": [name for column in columns for name in column.feature_names()],
-        "targets": [column.name for column in targets],
-    }
-    for column in targets:
-        has_marks = column.categories is None and find_marks(table[column.name]) is not None
-        if has_marks and (column.decimal == "," or written.separator == ";"):
-            facts["target_decimal"] = column.decimal
-    return facts
-
-
-def find_table_classes(values: pd.Series, where: str, config: TableConfig) -> list[str]:
-    """Return the names of the classes in a column, in their order.
-
-    Raises UsageError if its values are amounts, or all alike, or all different.
-    """
-    name = str(values.name)
-    texts = parse_cells(values, Column(name, []))
-    classes = sorted(texts.unique())
-    numbers = pd.to_numeric(pd.Series(classes), errors="coerce")
+        raise UsageError(
+            f"{config.where}: --target {typed(*names)}: column {texts[0]!r} holds texts, and "
+            "several targets must be numbers: choose one column of classes"
+        )
+    cells = read_cells(table[column.name], column)
+    classes = sorted({*cells[~pd.isna(cells)]} - {*(MISSING if has_two else ())})
+    numbers = pd.to_numeric(pd.Series(classes, dtype=object), errors="coerce")
     if numbers.notna().all():
         classes = [classes[n] for n in numbers.argsort()]
-    is_amount = numbers.notna().all() and (numbers % 1 != 0).any()
-    for_numbers = command("train_regression.py", config, [name])
-    if is_amount and name not in config.categorical:
+    return [Column(column.name, classes)]
+
+
+def check_target(table: pd.DataFrame, column: Column, config: TableConfig) -> None:
+    """Raise UsageError for a target that is no number, and whose values are no classes either."""
+    number, rows = len(column.categories or ()), len(table)
+    if column.categories is not None and (number < 2 or number > max(2, rows // 2)):
         raise UsageError(
-            f"{where}: column {name!r} holds numbers that are not whole, such as "
-            f"{shorten(classes)}. To predict a number: {for_numbers}"
+            f"{config.where}: column {column.name!r} has {count(number, 'different text')} in "
+            f"{count(rows, 'row')}, which are neither classes nor numbers: choose another --target"
         )
-    if len(classes) < 2 or len(classes) > max(2, len(texts) // 2):
-        raise UsageError(
-            f"{where}: column {name!r} has {count(len(classes), 'different value')} in "
-            f"{count(len(texts), 'row')}, which are not classes: choose another --target, or to "
-            f"predict a number: {for_numbers}"
-        )
-    if len(classes) * len(texts) > MAX_SCORES:
-        gigabytes = 8 * len(classes) * len(texts) / 1e9
-        raise UsageError(
-            f"{where}: column {name!r} has {count(len(classes), 'class')} in "
-            f"{count(len(texts), 'row')}, and a score of each class for each row takes "
-            f"{gigabytes:.0f} GB: choose another --target, or put rare classes into one"
-        )
-    return classes
-
-
-def read_features(
-    table: pd.DataFrame,
-    targets: list[Column],
-    numbers: np.ndarray | None,
-    config: TableConfig,
-    given: torch.Tensor | None,
-    written: Written,
-) -> tuple[TableSplit, dict[str, Column], np.ndarray, list[tuple[int, str, str]]]:
-    """Split the rows, learn the columns; return the features of all rows, and encode()'s problems.
-
-    Columns of free text come last. Without use one is left out, and rows are split as without it.
-    numbers: the targets of all rows; None if they cannot be read. written: see load_table.
-    """
-    unread: dict[str, str] = {}
-    pieces: dict[str, list[np.ndarray]] = {}
-    while True:
-        split, learned = split_and_learn(table, targets, config, given, unread, written)
-        learned = dict(sorted(learned.items(), key=lambda item: item[1].scores is not None))
-        columns = [column for column in learned.values() if not column.problem]
-        features, problems = encode(table, [c for c in columns if c.scores is None])
-        texts = [column for column in columns if column.scores is not None]
-        cells = {}
-        for column in texts:
-            cells[column.name], wrong = read_column(table[column.name], column)
-            problems += wrong
-        if problems or numbers is None or not texts:
-            return split, learned, features, problems
-        wanted, names = choose_scores(numbers[split.train], targets)
-        for column in texts:
-            if column.name not in pieces:
-                pieces[column.name] = words.number_texts(cells[column.name])
-            numbered = pieces[column.name]
-            others = torch.from_numpy(features[split.train])
-            rows = [numbered[n] for n in split.train]
-            found = words.learn_words(rows, wanted, others, split.fold)
-            if found.share == 0:
-                unread[column.name] = NO_USE
-                continue
-            column.scores, column.weights = names, pack(found.weights.numpy())
-            column.explained = max(1, round(100 * found.share))
-            scores = words.score_texts(numbered, column.weights, len(names))
-            scores[split.train] = found.scores.numpy()  # as those of rows that are new
-            features = np.column_stack((features, scores))
-        if all(column.scores for column in texts):
-            return split, learned, features, problems
-
-
-def choose_scores(numbers: np.ndarray, targets: list[Column]) -> tuple[torch.Tensor, list[str]]:
-    """Return what words are asked for, (rows, scores), float64, and its names.
-
-    It is each target that is a number, with the deviation 1, or whether a row is of a class: of the
-    second one of two, or else of each of those that most rows have. numbers: as encode_targets
-    returns them.
-    """
-    classes = targets[0].categories
-    if classes is None:
-        spread = numbers.std(0)
-        wanted = (numbers - numbers.mean(0)) / np.where(spread > 0, spread, 1)
-        return torch.from_numpy(wanted), [column.name for column in targets]
-    chosen = np.array([1])
-    if len(classes) > 2:
-        found, counts = np.unique(numbers, return_counts=True)
-        chosen = np.sort(found[(-counts).argsort(kind="stable")[: words.MAX_SCORES]])
-    wanted = (numbers[:, None] == chosen).astype(np.float64)
-    return torch.from_numpy(wanted), [classes[number] for number in chosen]
+    if column.categories is None and table[column.name].nunique() < 2:
+        raise UsageError(f"{config.where}: the target {column.name!r} is the same in all rows")
 
 
 def split_and_learn(
-    table: pd.DataFrame,
-    targets: list[Column],
-    config: TableConfig,
-    given: torch.Tensor | None,
-    unread: dict[str, str],
-    written: Written,
-) -> tuple[TableSplit, dict[str, Column]]:
-    """Split the rows and learn each column from those to train on. Raises UsageError.
+    rows: UsedRows, config: TableConfig
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor, dict[str, Column], dict[str, str]]:
+    """Return the rows to train and to evaluate on, the folds of the former, columns, the plan.
 
-    given: which rows the user chose to evaluate on, bool; None: a part is held out. unread: see
-    learn_column. written: see load_table.
+    Equal rows are on one side and in one fold. What is learned of the columns is learned from the
+    rows to train on. Raises UsageError.
     """
+    table, targets, given = rows.table, rows.targets, rows.given
     num_rows = len(table)
     if given is None:
         labels = None
         if targets[0].categories is not None:
-            labels, _ = number_classes(table[targets[0].name], targets[0])
+            labels = number_classes(table, targets[0])
         sides = splits.hold_out(num_rows, config.test_fraction, labels, seed=config.data_seed)
         train, test = (side.sort().values for side in sides)
     else:
         train, test = (torch.nonzero(given == side).flatten() for side in (False, True))
-    learned = learn_columns(table, targets, train.numpy(), config, unread, written)
+    learned = learn_columns(rows, train.numpy(), config)
     hashes, must_repeat = hash_rows(table, targets, learned)
-    together = torch.arange(num_rows) if must_repeat else hashes
+    equal = torch.arange(num_rows) if must_repeat else hashes
     if given is None and len(test):
-        parts = [side.sort().values for side in splits.keep_together(train, test, together)]
+        parts = [side.sort().values for side in splits.keep_together(train, test, equal)]
         if all(map(len, parts)) and not torch.equal(parts[0], train):
             train, test = parts
-            learned = learn_columns(table, targets, train.numpy(), config, unread, written)
+            learned = learn_columns(rows, train.numpy(), config)
     plan = splits.describe_equal(hashes[train], hashes[test], "row")
     if given is None and config.test_fraction == 0:
         test = train
     if not (len(train) and len(test)):
         raise UsageError(
-            f"--data {config.data or 'synthetic'}: of {num_rows} rows {len(train)} are left to "
-            f"train on and {len(test)} to evaluate on (--test-fraction {config.test_fraction})"
+            f"{config.where}: of {num_rows} rows {len(train)} are left to train on and "
+            f"{len(test)} to evaluate on (--test-fraction {config.test_fraction})"
         )
-    groups, group = together[train].unique(return_inverse=True)
+    groups, group = equal[train].unique(return_inverse=True)
     generator = torch.Generator().manual_seed(config.data_seed)
-    fold = torch.randperm(len(groups), generator=generator)[group] % NUM_FOLDS
-    return TableSplit(train.numpy(), test.numpy(), fold, plan), learned
+    fold = torch.randperm(len(groups), generator=generator)[group] % network.NUM_FOLDS
+    return train.numpy(), test.numpy(), fold, learned, plan
 
 
-def number_classes(
-    values: pd.Series, column: Column
-) -> tuple[torch.Tensor, list[tuple[int, str, str]]]:
-    """Return the number of the class of each row, int64, and the problems, as encode() has them."""
-    texts, problems = read_column(values, column)
-    return torch.from_numpy(pd.Index(column.categories).get_indexer(texts)), problems
-
-
-def encode_targets(
-    table: pd.DataFrame, targets: list[Column]
-) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
-    """Return encode() of targets that are numbers, or the number of the class of each row, int64.
-
-    A 0/1 number for each class would make a table of rows x classes, which need not fit.
-    """
-    if targets[0].categories is None:
-        return encode(table, targets)
-    labels, problems = number_classes(table[targets[0].name], targets[0])
-    return labels.numpy(), problems
+def learn_columns(rows: UsedRows, train: np.ndarray, config: TableConfig) -> dict[str, Column]:
+    """Learn from its training rows how each feature is encoded, or why it is left out."""
+    learned = {}
+    for name in rows.table.columns.drop([column.name for column in rows.targets]):
+        if INDEX.fullmatch(str(name)) and not config.features:
+            learned[name] = Column(name, problem="left out: an index")
+        else:
+            learned[name] = learn_column(rows.table[name], train, config.categorical, rows.marks)
+    return learned
 
 
 def hash_rows(
@@ -619,46 +381,41 @@ def hash_rows(
     kind of thing, and not one that was copied.
     """
     used = [column for column in (*learned.values(), *targets) if not column.problem]
-    parsed = pd.DataFrame({column.name: parse_cells(table[column.name], column) for column in used})
-    num_possible = math.prod(max(1, number) for number in parsed.nunique())
-    hashes = pd.util.hash_pandas_object(parsed, index=False).to_numpy().view(np.int64)
+    cells = pd.DataFrame({column.name: read_cells(table[column.name], column) for column in used})
+    num_possible = math.prod(max(1, number) for number in cells.nunique())
+    hashes = pd.util.hash_pandas_object(cells, index=False).to_numpy().view(np.int64)
     return torch.from_numpy(hashes.copy()), num_possible <= len(table)
 
 
-def learn_columns(
-    table: pd.DataFrame,
-    targets: list[Column],
-    train: np.ndarray,
-    config: TableConfig,
-    unread: dict[str, str],
-    written: Written,
-) -> dict[str, Column]:
-    """Learn from its training rows how each feature is encoded, or why it is left out."""
-    options = config.categorical, config.missing, unread
-    decimal = written.mark.decimal
-    learned = {}
-    for name in table.columns.drop([column.name for column in targets]):
-        if is_index(table[name]) and not config.features:
-            learned[name] = Column(name, problem="left out: an index")
-        else:
-            cells = written.words.get(name)
-            learned[name] = learn_column(table[name], train, *options, cells, decimal)
-    return learned
+def number_classes(table: pd.DataFrame, column: Column) -> torch.Tensor:
+    """Return the number of the class of each row, int64."""
+    texts = read_cells(table[column.name], column)
+    return torch.from_numpy(pd.Index(column.categories).get_indexer(texts))
+
+
+def describe_columns(learned: dict[str, Column], targets: list[Column]) -> dict[str, Any]:
+    """Return the metadata of the columns that are used, and the names of the others."""
+    columns = [column for column in learned.values() if not column.problem]
+    return {
+        "columns": [column.facts() for column in columns],
+        "left_out": [name for name, column in learned.items() if column.problem],
+        "features": [name for column in columns for name in column.feature_names()],
+        "targets": [column.name for column in targets],
+    }
 
 
 def standardise_columns(
-    name: str, numbers: np.ndarray, split: TableSplit, config: TableConfig
+    name: str, numbers: np.ndarray, train: np.ndarray, as_is: bool = False
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return numbers with the mean 0 and the deviation 1 in the training rows, and metadata.
 
-    name: feature or target.
+    name: feature or target. as_is: the numbers are not changed.
     """
-    rows = numbers[split.train]
+    rows = numbers[train]
     mean, std = rows.mean(0), rows.std(0)
-    if not np.ptp(rows, axis=0).all():
-        raise UsageError(f"--data {config.data}: a {name} is the same in all training rows")
-    if config.data is None:  # synthetic data are not standardised
+    if as_is:
         mean, std = np.zeros_like(mean), np.ones_like(std)
+    std = np.where(std > 0, std, 1.0)
     facts = {
         f"{name}_range": np.stack((rows.min(0), rows.max(0)), 1).tolist(),
         f"{name}_whole": (rows == rows.round()).all(0).tolist(),
@@ -668,109 +425,59 @@ def standardise_columns(
     return torch.from_numpy((numbers - mean) / std).float(), facts
 
 
-def make_plan(
-    facts: dict[str, Any],
-    learned: dict[str, Column],
-    targets: list[Column],
-    table: pd.DataFrame,
-    split: TableSplit,
-    mark: TableMark,
-) -> dict[str, str]:
-    """Return the lines of the plan that say how the table is used."""
-    used = learned | {column.name: column for column in targets if column.categories is None}
-    texts: dict[str, str] = {}
-    missing: dict[str, dict[str, int]] = {}
-    codes: dict[str, str] = {}
-    for name, values in table.items():
-        column = used.get(name, Column(name))
-        texts[name] = str(column)
-        if doubt := doubts.ask_mark(values, column, mark):
-            texts[name] += f", {doubt}"
-        if not column.holds_texts and not column.problem:
-            missing[name] = doubts.ask_missing(values, column)
-            if name not in facts["targets"]:
-                codes[name] = doubts.ask_codes(values, column)
-    special = [f"{name} ({text})" for name, text in texts.items() if text != "number"]
-    num_features, num_rows = len(facts["features"]), len(split.train)
+def make_number_sets(
+    features: torch.Tensor, targets: torch.Tensor, test_fraction: float, seed: int
+) -> TableSets:
+    """Return sets of numbers as they are, (rows, features) and (rows, targets), float64.
+
+    They are called x0, x1, ... and y0, y1, ...
+    """
+    train, test = (
+        side.sort().values for side in splits.hold_out(len(features), test_fraction, seed=seed)
+    )
+    if test_fraction == 0:
+        test = train
+    if not (len(train) and len(test)):
+        raise UsageError(
+            f"of {len(features)} rows {len(train)} are left to train on and {len(test)} to "
+            f"evaluate on (--test-fraction {test_fraction})"
+        )
+    inputs, metadata = standardise_columns("feature", features.numpy(), train.numpy(), as_is=True)
+    learned = {name: Column(name) for name in (f"x{n}" for n in range(features.shape[1]))}
+    metadata |= describe_columns(learned, [Column(f"y{n}") for n in range(targets.shape[1])])
+    outputs, facts = standardise_columns("target", targets.numpy(), train.numpy(), as_is=True)
+    metadata |= facts | {"baseline": targets.numpy()[train].mean(0).tolist(), "input": "table"}
+    train_set = InMemory(inputs[train], outputs[train])
+    return TableSets(train_set, InMemory(inputs[test], outputs[test], test), metadata, {})
+
+
+def describe_use(learned: dict[str, Column], rows: UsedRows, train: np.ndarray) -> dict[str, str]:
+    """Return the lines of the plan that say how the columns are used."""
+    numbers = [column for column in rows.targets if column.categories is None]
+    special = [
+        f"{column.name} ({column})"
+        for column in (*learned.values(), *numbers)
+        if str(column) != "number"
+    ]
+    columns = [column for column in learned.values() if not column.problem]
+    num_features = sum(len(column.feature_names()) for column in columns)
     plan = {
-        "features": f"{num_features}, from {count(len(facts['columns']), 'column')}",
+        "features": f"{num_features}, from {count(len(columns), 'column')}",
         "columns": shorten(special, MAX_SHOWN) or "numbers",
-        "targets": ", ".join(facts["targets"]),
+        "targets": ", ".join(column.name for column in rows.targets),
     }
-    if any(column.scores for column in used.values()) and np.array_equal(split.train, split.test):
-        plan["words"] = EVALUATED_AS_NEW
-    asked = ask(missing, codes, table)
+    asked: dict[str, str] = {}
+    for column in (*columns, *numbers):
+        if column.categories is None and not column.days:
+            for code, number in ask_missing(read_cells(rows.table[column.name], column)).items():
+                asked.setdefault(f"{code} in {count(number, 'row')} of {column.name}", str(code))
     if asked:
-        plan["asked"] = asked
-    if num_rows < 2 * num_features:
+        codes = typed(*dict.fromkeys(asked.values()))
+        cells = shorten([*asked], MAX_SHOWN)
+        plan["asked"] = f"is {cells} a missing value? Then add --missing-values={codes}"
+    if len(train) < 2 * num_features:
         plan["few rows"] = (
-            f"{num_rows} to train on for {num_features} features: another split may give a very "
+            f"{len(train)} to train on for {num_features} features: another split may give a very "
             "different score"
         )
-    return plan | split.plan
-
-
-def ask(missing: dict[str, dict[str, int]], codes: dict[str, str], table: pd.DataFrame) -> str:
-    """Return questions about cells that may mean a missing value, and columns that may be codes.
-
-    missing: of each column, such cells and their counts. codes: what its codes look like, or "".
-    table: whose other columns may have the same cells, which the flag would empty too.
-    """
-    questions = []
-    found = {name: cells for name, cells in missing.items() if cells}
-    if found:
-        cells = [
-            f"{cell} in {count(number, 'row')} of {name}"
-            for name, counts in found.items()
-            for cell, number in counts.items()
-        ]
-        values = dict.fromkeys(cell for counts in found.values() for cell in counts)
-        _, emptied = empty_cells(table, [*values])
-        others = [f"{emptied[name]} of {name}" for name in emptied if name not in found]
-        too = f" (it empties these cells too: {shorten(others)})" if others else ""
-        questions.append(
-            f"is {shorten(cells, MAX_SHOWN)} a missing value? Then add "
-            f"--missing-values={typed(*values)}{too}"
-        )
-    coded = {name: what for name, what in codes.items() if what}
-    if coded:
-        named = [f"{name} ({what})" for name, what in coded.items()]
-        questions.append(
-            f"are these codes: {shorten(named, MAX_SHOWN)}? Then add --categorical {typed(*coded)}"
-        )
-    return "; ".join(questions)
-
-
-def _name_rows(
-    rows: Sequence[int], in_file: np.ndarray, first: float, where: str
-) -> dict[int, str]:
-    """Return rows as people count them in a file; those from `first` on are of `where`."""
-    names = {row: f"row {in_file[row] + 1}" for row in rows}
-    return {row: name if row < first else f"{where}, {name}" for row, name in names.items()}
-
-
-def _judge(
-    learned: dict[str, Column],
-    problems: list[tuple[int, str, str]],
-    places: dict[int, str],
-    table: pd.DataFrame,
-    config: TableConfig,
-) -> str:
-    """Return a list of all columns, the refused ones first, and a command that works."""
-    texts = {name: str(column) for name, column in learned.items()}
-    texts |= {name: f"{places[row]}: {why}" for row, name, why in reversed(problems)}
-    refused = {name for _, name, _ in problems}
-    good = [name for name in learned if not learned[name].problem and name not in refused]
-    lines = [f"  {name}: {texts[name]}" for name in sorted(texts, key=good.__contains__)]
-    text = "\n".join([f"--data {config.data} cannot be used as it is:", *lines[:MAX_SHOWN]])
-    words, flag_for_words = ask_words(table, problems, config.missing_values)
-    if words:
-        too = " --missing impute" if config.missing == "refuse" else ""
-        text += f"\nIf {words} means a missing value, add {flag_for_words}{too}"
-    if not good or refused - learned.keys():
-        one_way = "1234.5, $1,234.50, 1.234,50 EUR or 5%"
-        return f"{text}\nWrite all numbers of a column in one way: {one_way}"
-    no_numbers = [name for name in texts if "is not a number" in texts[name]]
-    if kinds := [name for name in no_numbers if table[name].nunique() <= MAX_CATEGORIES]:
-        text += f"\nIf their values are kinds, not amounts, add --categorical {typed(*kinds)}"
-    return f"{text}\nThis works: {shlex.join(['python', *sys.argv])} --features {typed(*good)}"
+    return plan

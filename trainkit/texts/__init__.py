@@ -1,1 +1,35 @@
-"""Texts with a class each."""
+"""Texts with a class each: as bags of words and n-grams of letters, or for a pretrained encoder.
+
+Begin with texts.py, which reads them from a table and splits them; bags.py and encoders.py are the
+two kinds of models. It uses reading/ and the flags and sets of the core, and no other wing. Scripts
+import the names below from here.
+"""
+
+from importlib import import_module
+from typing import Any
+
+# The file of each name. Imported late, because pandas and transformers take time.
+NAMES = {
+    "Bag": "bags",
+    "make_bags": "bags",
+    "weigh": "bags",
+    "check_tokens": "encoders",
+    "load_tokenizer": "encoders",
+    "make_encoder": "encoders",
+    "read_encoder": "encoders",
+    "write_results": "encoders",
+    "TextConfig": "texts",
+    "choose_order": "texts",
+    "fit_bag": "texts",
+    "make_samples": "texts",
+    "read_docstrings": "texts",
+    "read_sets": "texts",
+    "read_texts": "texts",
+    "tokenize": "texts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"trainkit.texts has no {name!r}")
+    return getattr(import_module(f"trainkit.texts.{NAMES[name]}"), name)

@@ -1,16 +1,52 @@
-"""A text as a bag of hashed pieces: those of trainkit/reading/pieces.py."""
+"""A text as a bag of hashed pieces: words, pairs of words, and n-grams of letters.
+
+The n-grams are what is left of words that were not in training, and what there is in languages
+that are written without blanks.
+"""
 
 import math
+import re
+import unicodedata
+import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import nn
 
-from trainkit.reading.pieces import MAX_BITS, number_pieces
-
+WORD = re.compile(r"\w+|[^\w\s]")
+MAX_LETTERS = 4  # of an n-gram
+MAX_BITS = 18  # of the number of a piece
+STEP, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)  # odd; of splitmix64
 FEW = 800  # texts; with fewer, each piece that shares a row of the table with another counts more
 MAX_WEIGHTS = 2**23  # of a table with a row for each number and a column for each class
+
+
+def number_pieces(text: str) -> np.ndarray:
+    """Return a number below 2**MAX_BITS for each piece of a text, int64, sorted, each once.
+
+    Case, and forms of letters that Unicode calls compatible, make no difference.
+    """
+    text = unicodedata.normalize("NFKC", text).lower()
+    words = WORD.findall(text)
+    named = [zlib.crc32(piece.encode()) for piece in (*words, *map(" ".join, pairwise(words)))]
+    parts = [np.array(named, np.uint64)]
+    points = f" {' '.join(text.split())} ".encode("utf-32-le", "replace")
+    letters = np.frombuffer(points, "<u4").astype(np.uint64)
+    # Blanks may begin and end an n-gram, as they do words, but are not inside of one.
+    blank = letters == ord(" ")
+    grams = np.ones(len(letters) + 1, np.uint64)
+    is_one = np.ones(len(letters) + 1, bool)
+    for length in range(1, 1 + min(MAX_LETTERS, len(letters))):
+        grams = grams[:-1] * STEP + letters[length - 1 :]
+        is_one = is_one[:-1]
+        if length > 2:
+            is_one = is_one & ~blank[length - 2 : -1]
+        parts.append(grams[is_one])
+    codes = np.concatenate(parts)
+    mixed = (codes ^ (codes >> np.uint64(29))) * MIX
+    return np.unique(mixed >> np.uint64(64 - MAX_BITS)).astype(np.int64)
 
 
 def find_num_bits(bags: Sequence[np.ndarray], num_classes: int) -> int:

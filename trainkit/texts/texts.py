@@ -5,7 +5,6 @@
 
 import importlib.util
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,11 @@ from trainkit.config import UNSET, Count, MayChange, Optimizer, TrainingConfig, 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.numbers.orders import Order, by_length
 from trainkit.reading import frames, splits
-from trainkit.reading.encodings import find_encoding
+from trainkit.reading.encodings import read_text
 from trainkit.reading.recall import describe_classes
 from trainkit.text import count, nfc, shorten
 from trainkit.texts import bags
 
-MAX_FOUND = 100  # classes of a column that is found by itself
-NUM_LOOKED_AT = 500  # cells of a column, and signs of each, to tell what it holds
 # What columns are called, in any case; the first that is there is taken.
 TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "message", "document", "body")
 LABEL_NAMES = ("label", "class", "category", "sentiment", "topic", "target")
@@ -45,9 +42,9 @@ class TextConfig(TrainingConfig):
     eval_data: MayChange[str | None] = None
     """the same, to evaluate on (default: the test split of --data, or a fifth of each class)"""
     text: str | None = None
-    """column of the texts (default: the only one that fits)"""
+    """column of the texts (default: the one called text, sentence, review, ...)"""
     label: str | None = None
-    """column of the classes (default: the only one that fits)"""
+    """column of the classes (default: the one called label, class, category, ...)"""
     encoding: str | None = None
     """of text files, such as cp1252 or utf-16 (default: UTF-8)"""
     base: MayChange[str | None] = None
@@ -120,23 +117,24 @@ def read_sets(config: TextConfig) -> TextSets:
     be used.
     """
     where = f"--data {config.data}"
-    encoding = config.encoding
-    named = (config.text, config.label)
-    parts = frames.read_parts(str(config.data), where, named, encoding=encoding)
-    text, label = choose_text_and_label(parts["train"], config.text, config.label, where)
+    options = {"encoding": config.encoding}
+    named = config.text, config.label
+    parts = frames.read_parts(str(config.data), where, named, **options)
+    text = find_column(parts["train"], config.text, TEXT_NAMES, "--text", where)
+    label = find_column(parts["train"], config.label, LABEL_NAMES, "--label", where)
     rows, dropped = labelled_texts(parts["train"], text, label, where)
     names = [name for _, name in rows]
     plan = {"data": f"{config.data}, {len(rows)} texts{dropped}"}
     plan["columns"] = f"text {text!r}, label {label!r}"
-    plan |= frames.describe_spelling(frames.choose_columns(parts["train"], [text, label], where))
 
     def is_labelled(table: pd.DataFrame) -> bool:
         if not {text, label} <= {*table}:
             return False
         return any(name in names for _, name in labelled_texts(table, text, label, where)[0])
 
-    options = config.eval_data, is_labelled, "text", named
-    table, lines = frames.choose_evaluated_table(parts, *options, encoding=encoding)
+    table, lines = frames.choose_evaluated_table(
+        parts, config.eval_data, is_labelled, "text", named, **options
+    )
     given: list[tuple[str, str]] = []
     if table is not None:
         where = table.attrs["where"]
@@ -146,40 +144,36 @@ def read_sets(config: TextConfig) -> TextSets:
             raise UsageError(f"{where}: --data has no class {shorten([*map(repr, unknown)])}")
         names += unknown
         lines["evaluated on"] += dropped
-    classes = find_text_classes(names, label, where)
+    classes = find_classes(names, label, where)
     number = {name: n for n, name in enumerate(classes)}
     train, held_out = ([(words, number[name]) for words, name in part] for part in (rows, given))
     if table is None:
-        hashes = splits.number_equal(words for words, _ in train)
-        sides = splits.split_rows(hashes, labels=torch.tensor([n for _, n in train]))
-        train, held_out = ([train[n] for n in side.sort().values.tolist()] for side in sides)
-    _check_sizes(len(train), len(held_out), where)
+        train, held_out = split_texts(train)
+    if not train or not held_out:
+        left = f"{len(train)} texts are left to train on and {len(held_out)} to evaluate on"
+        raise UsageError(f"{where}: {left}, as equal texts are not parted: give --eval-data")
     plan |= lines | describe_texts(train, held_out, classes)
-    return TextSets(train, held_out, classes, {"text": text, "encoding": encoding}, plan)
+    return TextSets(train, held_out, classes, {"text": text} | options, plan)
 
 
-def _check_sizes(num_train: int, num_held_out: int, where: str) -> None:
-    if not num_train or not num_held_out:
+def find_classes(names: list[str], label: str, where: str) -> list[str]:
+    """Return the different labels, sorted. Raises UsageError if they are no classes."""
+    classes = sorted({*names})
+    if len(classes) < 2 or (len(classes) > 2 and len(classes) == len(names)):
         raise UsageError(
-            f"{where}: {num_train} texts are left to train on and {num_held_out} to evaluate "
-            "on, and equal texts are not parted: more different texts are needed, or --eval-data"
-        )
-
-
-def find_text_classes(labels: list[str], label: str, where: str) -> list[str]:
-    """Return the names of the classes, sorted. Raises UsageError if they are none."""
-    classes = sorted({*labels})
-    if len(classes) < 2:
-        raise UsageError(
-            f"{where}: column {label!r} has {count(len(classes), 'class')} in "
-            f"{count(len(labels), 'row')} with a text and a label, and two are needed"
-        )
-    if len(classes) > 2 and len(classes) == len(labels):
-        raise UsageError(
-            f"{where}: column {label!r} has {len(classes)} different values in {len(labels)} rows, "
-            "which are not classes: name another column with --label"
+            f"{where}: column {label!r} has {count(len(classes), 'different label')} in "
+            f"{count(len(names), 'row')} with a text and a label, which are not classes: name "
+            "another column with --label"
         )
     return classes
+
+
+def split_texts(samples: list[tuple[str, int]]) -> tuple[list, list]:
+    """Hold out a fifth of each class, with equal texts on one side."""
+    hashes = splits.number_equal(words for words, _ in samples)
+    sides = splits.split_rows(hashes, labels=torch.tensor([n for _, n in samples]))
+    train, held_out = ([samples[n] for n in side.sort().values.tolist()] for side in sides)
+    return train, held_out
 
 
 def describe_texts(
@@ -258,68 +252,19 @@ def make_samples(
     return samples[:num_train], samples[num_train:], num_bits, plan
 
 
-def choose_text_and_label(
-    table: pd.DataFrame, text: str | None, label: str | None, where: str
-) -> tuple[str, str]:
-    """Return the columns of the texts and of the classes: as given, by name, or all that fits.
-
-    A column may be the classes if its values repeat, and the texts if it holds letters and does not
-    repeat; sentences are taken before names.
-    """
-    text, label = (name and nfc(name) for name in (text, label))
-    frames.choose_columns(table, [name for name in (text, label) if name], where)
-    text = text or _called(TEXT_NAMES, table, label)
-    label = label or _called(LABEL_NAMES, table, text)
-    labels = [name for name in table if name != text and _repeats(table[name])]
-    label = label or _only(labels, [*table], where, "--label", "classes")
-    return text or find_text(table.drop(columns={label, *labels}), where), label
-
-
-def find_text(table: pd.DataFrame, where: str) -> str:
-    """Return the column of the texts. Raises UsageError."""
-    if text := _called(TEXT_NAMES, table):
-        return text
-    scores = {name: _prose(table[name]) for name in table}
-    columns = [name for name, score in scores.items() if score == max(scores.values()) > 0]
-    return _only(columns, [*table], where, "--text", "texts")
-
-
-def _called(names: Sequence[str], table: pd.DataFrame, other: str | None = None) -> str | None:
-    """Return the column that has the first of these names, in any case; None if there is none."""
-    columns = {name.lower(): name for name in reversed([*table]) if name != other}
-    return next((columns[name] for name in names if name in columns), None)
-
-
-def _only(columns: list[str], names: list[str], where: str, flag: str, what: str) -> str:
-    if len(columns) != 1:
-        fits = (
-            f"{shorten(columns, frames.MAX_SHOWN)} could be" if columns else "no column seems to be"
-        )
+def find_column(
+    table: pd.DataFrame, given: str | None, names: Sequence[str], flag: str, where: str
+) -> str:
+    """Return the given column, or the one with the first of these names. Raises UsageError."""
+    columns = {name.lower(): name for name in reversed([*table])}
+    name = nfc(given) if given else next((columns[name] for name in names if name in columns), "")
+    if not name:
         raise UsageError(
-            f"{where}: {fits} the {what}: choose the column by {flag}: "
-            f"{shorten([*map(frames.typed, names)], frames.MAX_SHOWN)}"
+            f"{where}: no column is called {', '.join(names[:-1])} or {names[-1]}: choose one by "
+            f"{flag}: {shorten([*map(frames.typed, table)], frames.MAX_SHOWN)}"
         )
-    return columns[0]
-
-
-def _repeats(values: pd.Series) -> bool:
-    try:
-        present = values[values.notna() & (values != "")]
-        return 2 <= present.nunique() <= min(MAX_FOUND, len(present) // 2)
-    except (TypeError, ValueError):  # lists have no hash
-        return False
-
-
-def _prose(values: pd.Series) -> int:
-    """Return 2 for a column of sentences, 1 for one of other texts made of letters, else 0."""
-    present = [text for text in values if isinstance(text, str) and text.strip()][:NUM_LOOKED_AT]
-    kinds = [unicodedata.category(sign) for text in present for sign in text[:NUM_LOOKED_AT]]
-    num_letters = sum(kind[0] in "LM" for kind in kinds)
-    if not present or _repeats(values) or 2 * num_letters < len(kinds) - kinds.count("Zs"):
-        return 0
-    # A script without case may be written without blanks: three of its letters count as a word.
-    num_words = sum(len(text.split()) for text in present) + kinds.count("Lo") / 3
-    return 1 + (num_words >= 3 * len(present))
+    frames.choose_columns(table, [name], where)
+    return name
 
 
 def labelled_texts(
@@ -348,23 +293,17 @@ def read_texts(path: Path, text: str | None, encoding: str | None) -> tuple[list
     """Return the lines of a .txt file, or a column of a table; "" where there is no text.
 
     The second list has a note if the file is in another encoding than the given one. text: the
-    column; None: the only one that fits. encoding: as read_table has it. Raises UsageError.
+    column; None: the one that has one of TEXT_NAMES. encoding: as read_table has it. Raises
+    UsageError.
     """
     where = str(path)
     if path.suffix.lower() == ".txt":
         with as_usage_error(f"{where} cannot be read"):
-            try:
-                found = find_encoding(str(path), encoding)
-                lines = path.read_text(found.reader).split("\n")
-            except UnicodeError:
-                raise UsageError(
-                    f"{where} is not in UTF-8, or not in the given --encoding: try --encoding "
-                    "cp1252 or utf-16"
-                ) from None
-        notes = [f"{path.name} {found.note}"] if found.note else []
+            content, note = read_text(where, encoding)
+        lines = content.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        notes = [f"{path.name} {note}"] if note else []
         return [_clean(line) for line in lines[: len(lines) - (not lines[-1])]], notes
     table = frames.read_table(where, where, encoding=encoding)
-    if text is None:
-        text = find_text(table, where)
-    cells = frames.choose_columns(table, [text], where)[text]
-    return [*map(_clean, cells)], [*frames.describe_encodings([table]).values()]
+    name = find_column(table, text, TEXT_NAMES, "--text", where)
+    cells = frames.choose_columns(table, [name], where)[name]
+    return [*map(_clean, cells)], table.attrs["encodings"]

@@ -271,7 +271,7 @@ def add_date(name: str, span: tuple[float, float, float, float | None]) -> Any:
 
 
 def build_table_page(page: Any, predictor: Any) -> None:
-    """Build a slider for each column of numbers, a list for categories, a place for free text."""
+    """Build a slider for each column of numbers, and a list for categories."""
     import gradio
 
     fields: dict[str, Any] = {}
@@ -280,9 +280,6 @@ def build_table_page(page: Any, predictor: Any) -> None:
         with gradio.Column(min_width=320):
             for column in predictor.metadata["columns"]:
                 name = column["name"]
-                if column.get("scores") is not None:
-                    fields[name] = gradio.Textbox(lines=3, label=name)
-                    continue
                 if column["categories"] is not None:
                     fields[name] = gradio.Dropdown(column["categories"], label=name)
                     continue
