@@ -34,7 +34,6 @@ from tyro.conf import Positional
 
 from trainkit.config import flag, parse
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.launch.streams import LOST
 from trainkit.pictures.files import standardise
 from trainkit.reading.paths import refuse_pipe
 from trainkit.repairs.private_names import plain_name
@@ -441,7 +440,7 @@ def predict_files(
     failed = 0
     rows = []
     for path in paths:
-        if "stdout" in LOST and csv_path is None:  # nobody reads the answers any more
+        if "stdout" in startup.LOST and csv_path is None:  # nobody reads the answers any more
             break
         row: dict[str, Any] = {"file": str(path)}
         try:

@@ -16,6 +16,7 @@ from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from examples.windows import Batch, Windows, read_tokens, standard_library
@@ -117,7 +118,8 @@ def write_sample(run: Run) -> None:
     text = torch.tensor([[*b"def "]], device=run.accelerator.device)
     torch.manual_seed(0)
     # Without cuDNN, which would make a plan of attention for each of 125 lengths.
-    with startup.attending_without_cudnn():
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(backends):
         for _ in range(300):
             text = torch.cat((text, model(text[:, -CONTEXT:])[:, -1].softmax(1).multinomial(1)), 1)
     model.train()

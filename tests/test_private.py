@@ -1,7 +1,6 @@
 """The private names of torch and Accelerate that the kit uses: a release that changes one fails."""
 
 import ast
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,11 +8,8 @@ from pathlib import Path
 
 import accelerate.accelerator
 import accelerate.data_loader
-import accelerate.optimizer
 import pytest
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import is_lomo_available
 from conftest import ROOT
 
 from trainkit.repairs import replaced
@@ -87,23 +83,6 @@ def test_an_import_calls_nothing_and_changes_nothing():
             targets = getattr(node, "targets", [])
             changes = any(isinstance(each, ast.Attribute | ast.Subscript) for each in targets)
             assert not call and not changes, (path, node.lineno)
-
-
-def test_a_step_looks_for_no_package(accelerator, monkeypatch):
-    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", is_lomo_available)
-    replaced.look_for_lomo_once()
-    replaced.look_for_lomo_once()  # of a second run in this process
-    looked, look = [], importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda *name: looked.extend(name) or look(*name)
-    )
-    weight = torch.ones(1, requires_grad=True)
-    weight.sum().backward()
-    optimizer = AcceleratedOptimizer(torch.optim.SGD([weight]))
-    for _ in range(3):
-        optimizer.step()
-    assert sum("lomo" in str(name) for name in looked) == 1
-    assert weight < 1
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def test_accelerate_searches_for_no_package_in_a_step(in_fresh_process):
     in_fresh_process("""
 import importlib.machinery
 from accelerate import optimizer
-from trainkit.launch import startup
-startup.skip_searches()
+from trainkit.repairs import replaced
+replaced.look_for_lomo_once()
 importlib.machinery.PathFinder.find_spec = None  # a search would fail
 assert not optimizer.is_lomo_available()
 """)
@@ -276,7 +276,7 @@ import train_regression
 from trainkit.launch import nodes
 
 def main(argv):
-    alike.SHOWN_SECONDS = 0.1
+    nodes.SHOWN_SECONDS = 0.1
     if os.environ["RANK"] == "1":
         os.mkdir("b")
         os.chdir("b")

@@ -3,83 +3,78 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, linux_only, posix_only
+from conftest import ROOT, linux_only
 
-# It prints in each of the ways in which libraries print, and says in a file how that went.
+# It prints in each of the ways in which libraries print.
 PRINTING = """
-import contextlib, logging, os, sys, warnings
-from trainkit.launch import streams
-out = open("said", "w")  # it must not get the number of a closed stream
-streams.keep_printing()
-for _ in range(3):
-    print("caf\\xe9 \\u4e2d", flush=True)
-    sys.stderr.write("caf\\xe9 \\u4e2d\\n")
-    warnings.warn("careful", stacklevel=1)
-    logging.warning("careful")
-    print(end="x" * 100_000)
-sys.stdout.buffer.write(b"bytes")
-sys.stdout.flush()
-with contextlib.suppress(OSError):
-    os.write(1, b"of another library")
-out.write(f"to the end {streams.lost_results()}")
-"""
+import io, logging, os, subprocess, sys, warnings
+from trainkit.launch import startup
 
-
-def printing(folder: Path, redirected: str, encoding="utf-8", unbuffered="", **streams):
-    """Run PRINTING with its streams redirected so; what it said in its file comes with it."""
-    (folder / "printing.py").write_text(PRINTING)
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f"{sys.executable} printing.py {redirected}"],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTHONIOENCODING": encoding,
-            "PYTHONUNBUFFERED": unbuffered,
-        },
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
-    )
-    assert done.returncode == 0, done.stderr
-    said = (folder / "said").read_text()
-    assert said.startswith("to the end ")
-    return done, said.removeprefix("to the end ")
-
-
-@linux_only
-@pytest.mark.parametrize(
-    "redirected, lost",
-    [
-        (">/dev/full 2>&1", "OSError: [Errno 28] No space left on device"),
-        ("1</dev/null", "OSError: [Errno 9] Bad file descriptor"),
-        ("| head -c 1", ""),  # who reads no further has what he wants
-        ("2>/dev/full", ""),
-        ("<&- >&- 2>&-", ""),
-        ("3>&1 >&- | true", ""),
-    ],
-)
-def test_a_program_outlives_the_loss_of_its_output(tmp_path, redirected, lost):
-    assert printing(tmp_path, redirected)[1] == lost
-
-
-@posix_only
-def test_letters_that_an_encoding_lacks_are_escaped(tmp_path):
-    said = printing(tmp_path, "", encoding="cp1252")[0].stdout
-    assert said.startswith(b"caf\xe9 \\u4e2d\n") and b"xbytes" in said
-
-
-@posix_only
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_stream_that_does_not_wait_loses_nothing(tmp_path, unbuffered):
-    reader, writer = os.pipe()
+reader, writer = os.pipe()
+counting = None
+if where == "nobody":
+    os.close(reader)
+elif where == "a terminal that does not wait":
     os.set_blocking(writer, False)
     counting = subprocess.Popen(["wc", "-c"], stdin=reader, stdout=subprocess.PIPE)
     os.close(reader)
-    printing(tmp_path, "", unbuffered=unbuffered, stdout=writer)
-    os.close(writer)
-    assert int(counting.communicate()[0]) == 3 * 100_010 + len("bytesof another library")
+else:
+    writer = os.open(where, os.O_RDONLY if where == os.devnull else os.O_WRONLY | os.O_CREAT)
+for number, name in enumerate(("stdout", "stderr"), 1):
+    os.dup2(writer, number)
+    raw = io.FileIO(number, "w", closefd=False)
+    buffer = raw if unbuffered else io.BufferedWriter(raw)
+    setattr(sys, name, io.TextIOWrapper(buffer, encoding="cp1252", write_through=unbuffered))
+os.close(writer)
+startup.keep_printing()
+startup.keep_printing()  # of Run, a second time
+for _ in range(3):
+    print("caf\\xe9 \\u4e2d", flush=True)
+    print(end="x" * 100_000)
+    sys.stderr.write("\\u4e2d\\n")
+    warnings.warn("careful", stacklevel=1)
+    logging.warning("careful")
+sys.stdout.buffer.write(b"bytes")
+sys.stdout.flush()
+assert type(startup.LOST.get("stdout")).__name__ == lost, startup.LOST
+if counting:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    assert int(counting.communicate()[0]) > 3 * 100_000 + len("bytes")
+"""
+
+
+@linux_only
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize(
+    "where, lost",
+    [
+        ("/dev/full", "OSError"),
+        (os.devnull, "OSError"),  # opened to be read
+        ("nobody", "BrokenPipeError"),
+        ("a terminal that does not wait", "NoneType"),
+    ],
+)
+def test_a_program_outlives_the_loss_of_its_output(where, lost, unbuffered, in_fresh_process):
+    in_fresh_process(PRINTING, where=where, lost=lost, unbuffered=unbuffered)
+
+
+@linux_only
+def test_letters_that_an_encoding_lacks_are_escaped(tmp_path, in_fresh_process):
+    path = tmp_path / "said"
+    in_fresh_process(PRINTING, where=str(path), lost="NoneType", unbuffered=False)
+    assert path.read_bytes().startswith(b"caf\xe9 \\u4e2d\n")
+
+
+@linux_only
+def test_a_closed_stream_gives_its_number_to_no_other_file(tmp_path):
+    code = "import trainkit; assert open('said', 'w').fileno() > 2; print('a')"
+    command = f'{sys.executable} -c "{code}" <&- >&- 2>&-'
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(["bash", "-c", command], check=True, cwd=tmp_path, env=env)
+    assert (tmp_path / "said").read_text() == ""
 
 
 IN_A_CHILD = """

@@ -10,8 +10,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from trainkit.launch.streams import keep_standard_files
-
 # The module of each name. Imported late, because predict.py does not train or need the loop.
 NAMES = {
     "Run": "run.run",
@@ -37,7 +35,21 @@ def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"trainkit has no {name!r}")
     module = import_module(f"trainkit.{NAMES[name]}")
-    return getattr(module, name, module)
+    return module if NAMES[name].endswith(f".{name}") else getattr(module, name)
+
+
+def keep_standard_files() -> None:
+    """Open the null device where standard input, output or error is closed.
+
+    Otherwise the next file that is opened would get its number, and what other libraries print
+    would be written into that file. This is called before anything else opens files.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free
+            os.set_inheritable(null, True)
 
 
 def interrupt(number: int, frame: Any) -> None:

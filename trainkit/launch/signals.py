@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from trainkit.errors import SIGNALS, Stopped, by_nohup, stopped_early
 from trainkit.launch.processes import deadline
-from trainkit.launch.streams import keep_printing
+from trainkit.launch.startup import keep_printing
 
 
 class Signals:

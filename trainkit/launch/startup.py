@@ -8,9 +8,10 @@ attend_without_cudnn by what loads a language model. To measure what those of ru
 
 import contextlib
 import ctypes
-import importlib.util
+import io
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import time
@@ -35,7 +36,6 @@ from trainkit.errors import (
 )
 from trainkit.launch.cores import share_cores
 from trainkit.launch.environment import by_accelerate, shards_wanted
-from trainkit.launch.streams import keep_printing, lost_results
 from trainkit.repairs.replaced import run_exit_functions, skip_the_compiler
 from trainkit.text import printable
 
@@ -43,6 +43,9 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4  # <m
 M_ARENA_MAX = -8
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LATE_START_SECONDS = 60.0
+
+# By stream, stdout or stderr, why something that was printed there was lost first.
+LOST: dict[str, OSError] = {}
 
 
 def run(main: Callable[[], Any], prints_results: bool = False) -> None:
@@ -61,7 +64,6 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
     keep_memory()
     skip_the_compiler()
     fork_at_rest()
-    skip_searches()
     share_cores()
     try:
         end_with_launcher()
@@ -86,8 +88,10 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
             EXIT_FAILURE,
             reason is not None,
         )
-    if prints_results and (reason := lost_results()):
-        _end(f"error: what was printed is lost: {reason}", EXIT_FAILURE, True)
+    with contextlib.suppress(OSError, ValueError):  # a stream of another kind, or closed
+        sys.stdout.flush()
+    if prints_results and not isinstance(LOST.get("stdout", BrokenPipeError()), BrokenPipeError):
+        _end(f"error: what was printed is lost: {LOST['stdout']}", EXIT_FAILURE, True)
     finish(code)
 
 
@@ -105,6 +109,46 @@ def finish(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class Output(io.FileIO):
+    """Standard output or error, of which what cannot be written is dropped, and noted in LOST."""
+
+    def write(self, data: Any) -> int:
+        """Write the data; return how many bytes were written, or dropped."""
+        try:
+            while (num_bytes := super().write(data)) is None:  # another process has made this
+                select.select([], [self], [])  # terminal one that never waits
+            return num_bytes
+        except OSError as problem:
+            LOST.setdefault("stdout" if self.fileno() == 1 else "stderr", problem)
+            return memoryview(data).nbytes
+
+
+def keep_printing() -> None:
+    """Let no failure of printing end the work: a reader may go away (`| head`), a disk be full.
+
+    Letters that an encoding lacks are printed as escapes. Streams of another kind than Python's
+    own, such as those of a notebook, are left as they are.
+    """
+    sys.stdout, sys.stderr = (_unfailing(stream) for stream in (sys.stdout, sys.stderr))
+
+
+def _unfailing(stream: Any) -> Any:
+    if stream is None:  # it was closed when Python started
+        return open(os.devnull, "w", encoding="utf-8")
+    if type(stream) is not io.TextIOWrapper:
+        return stream
+    if isinstance(getattr(stream.buffer, "raw", None), Output):
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(Output(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering or stream.write_through,  # python -u
+    )
 
 
 def refuse_pickled_code() -> None:
@@ -151,20 +195,6 @@ def attend_without_cudnn() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-@contextlib.contextmanager
-def attending_without_cudnn() -> Iterator[None]:
-    """In the body attention leaves out cuDNN, for a model whose training has one length.
-
-    torch.nn.attention.sdpa_kernel would also allow the kernels that someone has switched off.
-    """
-    is_on = torch.backends.cuda.cudnn_sdp_enabled()
-    attend_without_cudnn()
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(is_on)
-
-
 def end_with_launcher() -> None:
     """Send this process SIGTERM when its launcher dies, so that the run saves and ends.
 
@@ -183,16 +213,6 @@ def fork_at_rest() -> None:
     """
     if sys.platform == "linux" and sys.version_info < (3, 11, 10):
         os.register_at_fork(before=lambda: time.sleep(0.01))
-
-
-def skip_searches() -> None:
-    """Tell Python once that lomo_optim is not installed, which Accelerate asks twice in each step.
-
-    With None in place of the module there is no search for it: each takes 45 us, which makes 6 to
-    8 % of the CPU time of `train_regression.py --epochs 100`.
-    """
-    if importlib.util.find_spec("lomo_optim") is None:
-        sys.modules["lomo_optim"] = None  # type: ignore[assignment]
 
 
 def keep_memory(return_blocks: bool = False) -> None:

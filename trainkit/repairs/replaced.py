@@ -9,7 +9,7 @@ is saved, but the numbers stay the same.
 import argparse
 import atexit
 import functools
-import importlib
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -24,7 +24,6 @@ from typing import Any
 
 import accelerate.accelerator
 import accelerate.data_loader
-import accelerate.optimizer
 import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.utils import (
@@ -389,14 +388,13 @@ def _without_graph_breaks(step: Callable) -> Callable:
 
 
 def look_for_lomo_once() -> None:
-    """Let Accelerate look once for the package of an optimizer, LOMO, and not twice in each step.
+    """Tell Python once that lomo_optim is not installed, which Accelerate asks twice in each step.
 
-    Each look goes through the folders of sys.path and takes 0.07 ms, of the 0.5 of a small step.
+    With None in place of the module there is no search for it: each takes 45 us, which makes 6 to
+    8 % of the CPU time of `train_regression.py --epochs 100`.
     """
-    module = accelerate.optimizer
-    look = getattr(module, "is_lomo_available", None)
-    if look is not None and not hasattr(look, "cache_info"):
-        module.is_lomo_available = functools.cache(look)
+    if importlib.util.find_spec("lomo_optim") is None:
+        sys.modules["lomo_optim"] = None  # type: ignore[assignment]
 
 
 def look_only_at_what_is_imported() -> None:

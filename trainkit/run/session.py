@@ -13,8 +13,11 @@ from trainkit.config import TrainingConfig
 from trainkit.errors import EXIT_STOPPED
 from trainkit.launch import environment, nodes, processes
 from trainkit.launch.signals import Signals
-from trainkit.launch.startup import compute_float32_in_full, refuse_pickled_code
-from trainkit.launch.streams import keep_printing
+from trainkit.launch.startup import (
+    compute_float32_in_full,
+    keep_printing,
+    refuse_pickled_code,
+)
 from trainkit.repairs.private_names import mesh_groups
 from trainkit.repairs.replaced import (
     end_workers,
