@@ -6,7 +6,6 @@ import operator
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +15,8 @@ from trainkit.hashes import digest
 from trainkit.repairs.private_names import version_of
 
 NUM_HELD = 2**18  # longer orders are computed in parts of at most this many numbers
+NUM_AT_ONCE = 2**16  # numbers that are drawn for the samples that come next
+MOST_USES = 16  # of random numbers for the samples of an order
 GOLDEN = 0x9E3779B97F4A7C1  # odd; 5 * GOLDEN still fits into int64
 NUM_ROUNDS = 6  # of the Feistel network; with 4, neighbours too often stay neighbours
 
@@ -90,6 +91,68 @@ def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+class KnownOrder:
+    """Indices of samples in the order in which batches have them, and what was drawn for them.
+
+    Of numbers that depend on the sample alone it does not matter when they are drawn. Drawn for
+    many batches, a step starts one operation on a GPU in place of 18, and they are the same bits.
+    """
+
+    def __init__(self, indices: torch.Tensor):
+        self.indices = indices
+        self.version = version_of(indices)
+        # By use: a place in this order, and the numbers from there on, once they are drawn.
+        self.drawn: dict[Hashable, tuple[int, torch.Tensor | None]] = {}
+
+    def place_of(self, indices: torch.Tensor) -> int:
+        """Where they begin; -1 unless they are a piece of this order, which nobody has changed."""
+        place = indices.storage_offset() - self.indices.storage_offset()
+        is_piece = (
+            indices.untyped_storage().data_ptr() == self.indices.untyped_storage().data_ptr()
+            and indices.dtype == self.indices.dtype
+            and indices.stride() == (1,)
+            and version_of(indices) == self.version
+            and place + len(indices) <= len(self.indices)
+        )
+        return place if is_piece else -1
+
+
+_known: deque[KnownOrder] = deque(maxlen=4)  # of loaders; older ones are read no more
+
+
+def remember_order(indices: torch.Tensor) -> None:
+    """Let numbers be drawn early for batches whose indices are slices of these, int64."""
+    _known.append(KnownOrder(indices))
+
+
+def draw(
+    use: Hashable, indices: torch.Tensor, num: int, make: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return make(indices), which is drawn early from the second batch on that has this use.
+
+    Args:
+        use: what else the numbers depend on.
+        num: of numbers for each sample.
+        make: returns a row for each of the indices, which depends on this index alone.
+    """
+    orders = () if torch.compiler.is_compiling() else reversed(_known)
+    order = next((order for order in orders if order.place_of(indices) >= 0), None)
+    if order is None:
+        return make(indices)
+    place = order.place_of(indices)
+    start, numbers = order.drawn.get(use, (place + 1, None))
+    if place < start:  # perhaps nothing follows
+        order.drawn[use] = place, None
+        if len(order.drawn) > MOST_USES:
+            del order.drawn[next(iter(order.drawn))]
+        return make(indices)
+    if numbers is None or place + len(indices) > start + len(numbers):
+        num_rows = max(len(indices), NUM_AT_ONCE // max(1, num))
+        start, numbers = place, make(order.indices[place : place + num_rows])
+        order.drawn[use] = start, numbers
+    return numbers[place - start :][: len(indices)].clone()  # which a script may change
+
+
 def seed_host(number: int) -> None:
     """Seed the generators of numpy, of random, and of torch on the CPU."""
     torch.default_generator.manual_seed(number)
@@ -140,7 +203,7 @@ def keyed_normal(
     reach up to 5.4 in size.
     """
     number = _key_of("normal", seed, epoch, num, stream)
-    # Only the bits are drawn ahead: erfinv may round differently at another place in a tensor.
+    # Only the bits are drawn early: erfinv may round differently at another place in a tensor.
     bits = draw((number, num), indices, num, lambda rows: _bits(number, rows, num))
     # (2 * bits + 1) / 2**24 - 1, exact in float32, symmetric and never -1 or 1.
     return torch.erfinv((2 * bits + 1 - 2**24).float() / 2**24) * math.sqrt(2)
@@ -226,80 +289,3 @@ def _bits(offset: int | torch.Tensor, rows: torch.Tensor, num: int) -> torch.Ten
 @functools.cache
 def _columns(num: int, device: torch.device) -> torch.Tensor:
     return torch.arange(num, device=device)
-
-
-NUM_AT_ONCE = 2**16  # numbers
-MOST_ORDERS = 4  # the newest that loaders have computed; older ones are read no more
-MOST_USES = 16  # of random numbers for the samples of an order
-
-
-class Drawn(NamedTuple):
-    """The place of the samples that were asked for, and the numbers from there on, if drawn."""
-
-    place: int
-    numbers: torch.Tensor | None = None
-
-
-class KnownOrder:
-    """Indices of samples in the order in which batches have them, and what was drawn for them."""
-
-    def __init__(self, indices: torch.Tensor):
-        self.indices = indices
-        self.version = version_of(indices)
-        self.drawn: dict[Hashable, Drawn] = {}
-
-    def holds(self, indices: torch.Tensor) -> bool:
-        """Are these a piece of this order, which nobody has changed?"""
-        return (
-            indices.untyped_storage().data_ptr() == self.indices.untyped_storage().data_ptr()
-            and indices.dtype == self.indices.dtype
-            and indices.stride() == (1,)
-            and version_of(indices) == self.version
-            and 0 <= self.place_of(indices) <= len(self.indices) - len(indices)
-        )
-
-    def place_of(self, indices: torch.Tensor) -> int:
-        """Where in this order they begin, if they share its memory."""
-        return indices.storage_offset() - self.indices.storage_offset()
-
-    def note(self, use: Hashable, drawn: Drawn) -> None:
-        self.drawn[use] = drawn
-        if len(self.drawn) > MOST_USES:
-            del self.drawn[next(iter(self.drawn))]
-
-
-_known: deque[KnownOrder] = deque(maxlen=MOST_ORDERS)
-
-
-def remember_order(indices: torch.Tensor) -> None:
-    """Let numbers be drawn ahead for batches whose indices are slices of these, int64."""
-    _known.append(KnownOrder(indices))
-
-
-def draw(
-    use: Hashable, indices: torch.Tensor, num: int, make: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Return make(indices), which is drawn ahead from the second batch on that has this use.
-
-    Args:
-        use: what else the numbers depend on.
-        num: of numbers for each sample.
-        make: returns a row for each of the indices, which depends on this index alone.
-    """
-    if torch.compiler.is_compiling():
-        return make(indices)
-    order = next((order for order in reversed(_known) if order.holds(indices)), None)
-    if order is None:
-        return make(indices)
-    place = order.place_of(indices)
-    last = order.drawn.get(use)
-    if last is None or place < last.place:  # perhaps nothing follows
-        order.note(use, Drawn(place))
-        return make(indices)
-    start, numbers = last
-    if numbers is None or place + len(indices) > start + len(numbers):
-        num_rows = max(len(indices), NUM_AT_ONCE // max(1, num))
-        start, numbers = place, make(order.indices[place : place + num_rows])
-        order.note(use, Drawn(start, numbers))
-    # A copy, which a script may change.
-    return numbers[place - start :][: len(indices)].clone()
