@@ -22,7 +22,7 @@ from trainkit.numbers.randoms import release_dropout, seed_dropout, seed_generat
 def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
     """Means over 1,000 orders of 1,000 numbers, within 4.5 standard errors."""
     num, size = 1000, 100
-    orders = torch.stack([EpochBatches(num, size, seed=n % 10).order(n // 10) for n in range(num)])
+    orders = torch.stack([EpochBatches(num, size, seed=n % 10).order(n // 10, 0, num) for n in range(num)])
     assert (orders.sort(1).values == torch.arange(num)).all() and len(orders.unique(dim=0)) == num
     in_batch = (orders[:, :size] < size).sum(1).double()  # of a tenth of the numbers
     spread = size * 0.1 * 0.9 * (num - size) / (num - 1)  # hypergeometric
@@ -51,7 +51,7 @@ def test_a_mixture_has_nine_of_ten_and_each_sample_in_its_turn():
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 @pytest.mark.parametrize("num", [99, 100, 101, 119, 120])
 def test_an_order_is_computed_for_many_batches_at_once(num_processes, num, monkeypatch):
-    monkeypatch.setattr(loaders, "NUM_AHEAD", 36)
+    monkeypatch.setattr(loaders, "NUM_COMPUTED", 36)
     batches = EpochBatches(num, 12, seed=0, num_processes=num_processes)
     asked, order = [], batches.order
     batches.order = lambda *place: asked.append(place) or order(*place)

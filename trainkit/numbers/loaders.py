@@ -22,12 +22,12 @@ from torch.utils.data import (
 )
 
 from trainkit.config import TrainingConfig
+from trainkit.errors import UsageError
 from trainkit.launch.signals import outlive_signals
 from trainkit.numbers.orders import Order, num_used, weighted
 from trainkit.numbers.randoms import NUM_HELD, key, permute, remember_order, seed_host
 
-NUM_AHEAD = 2**16  # how many positions of an order are computed at a time
-MOST_PARTS = 1000  # sets that a set holds in a list, as ConcatDataset does
+NUM_COMPUTED = 2**16  # how many positions of an order are computed at a time
 MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
 
 
@@ -106,10 +106,10 @@ class EpochBatches(Sampler):
     ):
         assert batch_size % accumulate == 0
         self.num_samples = num_samples
-        self.micro_batch_size = batch_size // accumulate
+        self.batch_size = batch_size // accumulate  # of a micro-batch; Accelerate reads it
         self.seed = seed
         self.num_processes = num_processes
-        self.order = order or shuffled(num_samples, seed)
+        self.order = order or self._shuffled
         self.is_custom = order is not None or num_samples > NUM_HELD
         self.drop_last = False  # Accelerate reads it; Slots make every batch look full
         self.num_used = num_used(num_samples, batch_size, drop_last)
@@ -117,11 +117,6 @@ class EpochBatches(Sampler):
         self.start = 0
         self.is_read_by_run = True
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # seen by loader workers
-
-    @property
-    def batch_size(self) -> int:
-        """What Accelerate reads by this name: samples in a micro-batch, over all processes."""
-        return self.micro_batch_size
 
     def set_position(self, epoch: int, num_done: int) -> None:
         """Let the next iteration start in `epoch` after the first `num_done` samples.
@@ -142,25 +137,18 @@ class EpochBatches(Sampler):
             self.is_read_by_run = False
 
     def __len__(self) -> int:
-        return -(-(self.num_used - self.start) // self.micro_batch_size)
+        return -(-(self.num_used - self.start) // self.batch_size)
 
     def spans(self) -> Iterator[range]:
         """Yield the positions of each batch. The last but one gives what the last lacks."""
-        first = self.start
-        size = self.micro_batch_size
-        end = self.num_used
-        num_last = (end - first) % size
+        ends = [*range(self.start + self.batch_size, self.num_used, self.batch_size)]
+        num_last = (self.num_used - self.start) % self.batch_size
         missing = self.num_processes - num_last if num_last else 0
-        last = end - num_last
-        if 0 < missing <= size - self.num_processes and last > first:
-            last -= missing
-        for start in range(first, end, size):
-            stop = min(start + size, end)
-            if stop == end and start > first:
-                start = last if num_last else start
-            elif start < last < stop:
-                stop = last
-            yield range(start, stop)
+        if ends and 0 < missing <= self.batch_size - self.num_processes:
+            ends[-1] -= missing
+        if self.start < self.num_used:
+            ends.append(self.num_used)
+        yield from map(range, [self.start, *ends], ends)
 
     def __iter__(self) -> Iterator[Slots]:
         if not self.is_read_by_run:
@@ -171,27 +159,21 @@ class EpochBatches(Sampler):
                 "what function(batch) returns for each sample"
             )
         epoch = int(self.epoch)
-        size = self.micro_batch_size
-        num_ahead = size * max(1, NUM_AHEAD // size)
-        part, ahead = torch.empty(0), range(0)  # the order, as far as it is computed
+        num_computed = self.batch_size * max(1, NUM_COMPUTED // self.batch_size)
+        part, known = torch.empty(0), range(0)  # the order, as far as it is computed
         for span in self.spans():
-            if span.stop > ahead.stop:
-                ahead = range(span.start, min(span.start + num_ahead, self.num_used))
-                part = self.order(epoch, ahead.start, ahead.stop).to(self.device)
+            if span.stop > known.stop:
+                known = range(span.start, min(span.start + num_computed, self.num_used))
+                part = self.order(epoch, known.start, known.stop).to(self.device)
                 remember_order(part)
-            yield Slots(part[span.start - ahead.start : span.stop - ahead.start], size)
+            yield Slots(part[span.start - known.start : span.stop - known.start], self.batch_size)
 
-
-def shuffled(num_samples: int, seed: int | None) -> Order:
-    """Each sample once, reshuffled in each epoch; with seed None in their own order."""
-
-    def order(epoch: int, start: int = 0, stop: int = num_samples) -> torch.Tensor:
+    def _shuffled(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """Each sample once, reshuffled in each epoch; with seed None in their own order."""
         positions = torch.arange(start, stop)
-        if seed is None:
+        if self.seed is None:
             return positions
-        return permute(positions, num_samples, key("order", seed, epoch))
-
-    return order
+        return permute(positions, self.num_samples, key("order", self.seed, epoch))
 
 
 class InMemory(TensorDataset):
@@ -224,16 +206,16 @@ class WholeBatches(Dataset):
     the seed is (seed, epoch, sample index), so random transforms give the same result with any
     number of workers and processes. For `dataset.__getitems__` it is (seed, epoch, first sample
     index, length), so they give the same result in every run with this number of processes and
-    micro-batches; if it draws, the plan says so. For `dataset.make_batch` nothing is seeded, so it
-    must not use random numbers. The method of the most derived class that has one of the three is
-    used, because a subclass may inherit a faster method and override `__getitem__`. A
-    datasets.Dataset with a transform is read sample by sample.
+    micro-batches. For `dataset.make_batch` nothing is seeded, so it must not use random numbers.
+    The method of the most derived class that has one of the three is used, because a subclass may
+    inherit a faster method and override `__getitem__`. A datasets.Dataset with a transform is read
+    sample by sample.
 
     Args:
         epoch: of the samples, shared with loader workers.
-        told: the sets within `dataset` whose set_epoch(epoch) is called before samples are made, in
-            the process that makes them: a worker never sees a call in the training process.
-        of_both: those of them that another loader tells too, so each batch tells them again.
+        tells_epoch: whether dataset.set_epoch(epoch), if there is one, is called before samples are
+            made, in the process that makes them: a worker never sees a call in the training
+            process.
     """
 
     def __init__(
@@ -242,16 +224,14 @@ class WholeBatches(Dataset):
         collate_fn: Callable[[list], Any] | None,
         seed: int,
         epoch: torch.Tensor,
-        told: Sequence[Any] = (),
-        of_both: Sequence[Any] = (),
+        tells_epoch: bool = False,
     ):
         self.dataset = dataset
-        self.told = told
-        self.of_both = of_both
-        self.told_epoch = -1
         self.collate_fn = collate_fn or default_collate
         self.seed = seed
         self.epoch = epoch
+        self.tells_epoch = tells_epoch and hasattr(dataset, "set_epoch")
+        self.told_epoch = -1
         self.method = batch_method(dataset, may_make_batch=collate_fn is None)
 
     def __len__(self) -> int:
@@ -262,16 +242,15 @@ class WholeBatches(Dataset):
 
     def make(self, indices: torch.Tensor) -> Any:
         """Return the batch of the samples at `indices`, int64 of shape (n,), n > 0."""
-        if self.told:
-            epoch = int(self.epoch)
-            for dataset in self.told if epoch != self.told_epoch else self.of_both:
-                dataset.set_epoch(epoch)
+        epoch = int(self.epoch)
+        if self.tells_epoch and epoch != self.told_epoch:
+            self.dataset.set_epoch(epoch)
             self.told_epoch = epoch
         if self.method == "make_batch":
             return self.dataset.make_batch(indices)
         if self.method == "__getitems__":
             if isinstance(self.dataset, InMemory):
-                if makes_own_rows(self.dataset):
+                if type(self.dataset).__getitems__ is not InMemory.__getitems__:  # it may draw
                     self._seed(int(indices[0]), len(indices))
                 return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
             self._seed(int(indices[0]), len(indices))
@@ -291,45 +270,6 @@ class WholeBatches(Dataset):
         seed_host(key("sample", self.seed, int(self.epoch), *position))
 
 
-def makes_own_rows(dataset: InMemory) -> bool:
-    """Does a subclass make its batches itself? They may be random, as those of InMemory are not."""
-    return type(dataset).__getitems__ is not InMemory.__getitems__
-
-
-def sets_with_epoch(dataset: Any) -> list[Any]:
-    """The sets with a method set_epoch: this one, or else those that it holds, as Subset does."""
-    found: list[Any] = []
-    seen: set[int] = set()
-
-    def look(part: Any) -> None:
-        if id(part) in seen:
-            return
-        seen.add(id(part))
-        if callable(getattr(part, "set_epoch", None)):
-            found.append(part)
-        elif isinstance(part, Dataset):
-            for value in vars(part).values():
-                look(value)
-        elif isinstance(part, list | tuple | dict) and len(part) <= MOST_PARTS:
-            for value in part.values() if isinstance(part, dict) else part:
-                if isinstance(value, Dataset):
-                    look(value)
-
-    look(dataset)
-    return found
-
-
-def sets_to_tell(train_set: Any, eval_set: Any) -> tuple[list[Any], list[Any]]:
-    """Return the sets within the training set that are told the epoch, and those within both.
-
-    The evaluation set is not told. What lies under both must be: it would have the epoch of the
-    training set, or with --num-workers, whose processes have copies, its first one.
-    """
-    told = sets_with_epoch(train_set)
-    of_both = [part for part in sets_with_epoch(eval_set) if any(part is one for one in told)]
-    return told, of_both
-
-
 def has_transform(dataset: Dataset) -> bool:
     """True for a datasets.Dataset with with_transform or set_transform."""
     form = getattr(dataset, "format", None)
@@ -343,11 +283,7 @@ def batch_method(dataset: Dataset, may_make_batch: bool) -> str:
     samples to its transform at once. Random transforms must be seeded for each sample.
     """
     passes_on = isinstance(dataset, Subset | StackDataset) or has_transform(dataset)
-    names = ["__getitem__"]
-    if not passes_on:
-        names.insert(0, "__getitems__")
-    if may_make_batch:
-        names.insert(0, "make_batch")
+    names = ["make_batch"] * may_make_batch + ["__getitems__"] * (not passes_on) + ["__getitem__"]
     for kind in type(dataset).__mro__:
         for name in names:
             if name in vars(kind):
@@ -371,17 +307,22 @@ def make_loaders(
     indices, in the training process; --num-workers is then ignored. A set with make_batch, `nbytes`
     of at most MAX_DEVICE_BYTES and a `to(device)` of its own class is moved to a GPU once, as
     InMemory is; what that method returns is read, the set itself if it stays. collate_fn makes a
-    batch from a list of samples, but not of InMemory. If the training set, or one within
-    it, has set_epoch, the loader calls it with the epoch in the process that makes samples; a set
-    that lies under both is told 0 before each batch to evaluate. Batch sizes are over all
-    processes; --eval-batch-size is rounded up to a multiple of their number. weights has one number
-    per training sample: how often it is drawn, with replacement, relative to the others.
-    order(epoch, start, stop) is a pure function, so nothing of it needs to be saved. It returns
-    the indices, int64, at start <= position < stop of an epoch, which has as many positions as
-    there are training samples. Raises UsageError for weights that cannot be used.
+    batch from a list of samples, but not of InMemory. If the training set has set_epoch, its loader
+    calls it with the epoch in the process that makes samples. Batch sizes are over all processes;
+    --eval-batch-size is rounded up to a multiple of their number. weights has one number per
+    training sample: how often it is drawn, with replacement, relative to the others.
+    order(epoch, start, stop) is a pure function, so nothing of it needs to be saved. It returns the
+    indices, int64, at start <= position < stop of an epoch, which has as many positions as there
+    are training samples. Raises UsageError for weights that cannot be used.
     """
     if weights is not None:
         order = weighted(weights, len(train_set), config.seed)
+    if hasattr(getattr(train_set, "dataset", None), "set_epoch"):  # of a Subset
+        raise UsageError(
+            f"the training set is a {type(train_set).__name__} of a set with set_epoch, which is "
+            "called of the training set alone: give that one the method, and let it pass the epoch "
+            "on"
+        )
     train_batches = EpochBatches(
         len(train_set),
         config.batch_size,
@@ -393,12 +334,38 @@ def make_loaders(
     num_processes = accelerator.num_processes
     eval_batch_size = -(-config.eval_batch_size // num_processes) * num_processes
     eval_batches = EpochBatches(len(eval_set), eval_batch_size, num_processes=num_processes)
-    train_set = on_device(accelerator, train_set, train_batches, config, collate_fn)
-    eval_set = on_device(accelerator, eval_set, eval_batches, config, collate_fn)
-    told, of_both = sets_to_tell(train_set, eval_set)
-    return (
-        make_loader(accelerator, train_set, train_batches, config, collate_fn, told, of_both),
-        make_loader(accelerator, eval_set, eval_batches, config, collate_fn, of_both, of_both),
+    pairs = ((train_set, train_batches), (eval_set, eval_batches))
+    train_loader, eval_loader = (
+        make_loader(accelerator, dataset, batches, config, collate_fn, batches is train_batches)
+        for dataset, batches in pairs
+    )
+    return train_loader, eval_loader
+
+
+def make_loader(
+    accelerator: Accelerator,
+    dataset: Dataset,
+    batches: EpochBatches,
+    config: TrainingConfig,
+    collate_fn: Callable[[list], Any] | None,
+    tells_epoch: bool,
+) -> DataLoader:
+    """Make a loader of these batches. tells_epoch: see WholeBatches."""
+    batches.is_read_by_run = False  # until Run reads it
+    dataset = on_device(accelerator, dataset, batches, config, collate_fn)
+    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, tells_epoch)
+    # make_batch only copies rows: that is faster here than passing a batch from a worker.
+    num_workers = 0 if whole.method == "make_batch" else config.num_workers
+    return DataLoader(
+        whole,
+        batch_sampler=batches,
+        collate_fn=already_made,
+        num_workers=num_workers,
+        timeout=config.timeout if num_workers else 0,  # a batch is lost if /dev/shm is full
+        persistent_workers=num_workers > 0,
+        pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
+        worker_init_fn=outlive_signals,
+        generator=torch.Generator(),  # else each iterator uses the global generator
     )
 
 
@@ -426,33 +393,6 @@ def on_device(
     if moved is not dataset:
         batches.device = accelerator.device
     return moved
-
-
-def make_loader(
-    accelerator: Accelerator,
-    dataset: Dataset,
-    batches: EpochBatches,
-    config: TrainingConfig,
-    collate_fn: Callable[[list], Any] | None,
-    told: Sequence[Any],
-    of_both: Sequence[Any],
-) -> DataLoader:
-    """Make a loader of these batches. told and of_both: see WholeBatches."""
-    batches.is_read_by_run = False  # until Run reads it
-    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, told, of_both)
-    # make_batch only copies rows: that is faster here than passing a batch from a worker.
-    num_workers = 0 if whole.method == "make_batch" else config.num_workers
-    return DataLoader(
-        whole,
-        batch_sampler=batches,
-        collate_fn=already_made,
-        num_workers=num_workers,
-        timeout=config.timeout if num_workers else 0,  # a batch is lost if /dev/shm is full
-        persistent_workers=num_workers > 0,
-        pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
-        worker_init_fn=outlive_signals,
-        generator=torch.Generator(),  # else each iterator uses the global generator
-    )
 
 
 def already_made(batch: Any) -> Any:

@@ -38,7 +38,7 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 def samples_of(batches: EpochBatches, num_processes: int, rank: int) -> Iterator[range]:
     """Yield the samples of the set that a process has of each batch; none for padding."""
-    size = batches.micro_batch_size
+    size = batches.batch_size
     slots = size // num_processes
     for batch in batches.spans():
         start, stop = share_of_batch(len(batch), size, rank * slots, (rank + 1) * slots)
