@@ -22,7 +22,9 @@ from trainkit.numbers.randoms import release_dropout, seed_dropout, seed_generat
 def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
     """Means over 1,000 orders of 1,000 numbers, within 4.5 standard errors."""
     num, size = 1000, 100
-    orders = torch.stack([EpochBatches(num, size, seed=n % 10).order(n // 10, 0, num) for n in range(num)])
+    orders = torch.stack(
+        [EpochBatches(num, size, seed=n % 10).order(n // 10, 0, num) for n in range(num)]
+    )
     assert (orders.sort(1).values == torch.arange(num)).all() and len(orders.unique(dim=0)) == num
     in_batch = (orders[:, :size] < size).sum(1).double()  # of a tenth of the numbers
     spread = size * 0.1 * 0.9 * (num - size) / (num - 1)  # hypergeometric

@@ -168,9 +168,9 @@ class EpochBatches(Sampler):
                 remember_order(part)
             yield Slots(part[span.start - known.start : span.stop - known.start], self.batch_size)
 
-    def _shuffled(self, epoch: int, start: int, stop: int) -> torch.Tensor:
+    def _shuffled(self, epoch: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Each sample once, reshuffled in each epoch; with seed None in their own order."""
-        positions = torch.arange(start, stop)
+        positions = torch.arange(start, self.num_samples if stop is None else stop)
         if self.seed is None:
             return positions
         return permute(positions, self.num_samples, key("order", self.seed, epoch))

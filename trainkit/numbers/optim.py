@@ -95,24 +95,32 @@ def make_scheduler(
     onecycle rises to the peak in the warm-up and falls to 0 (OneCycleLR, Smith and Topin 2017). The
     others are products of a linear rise to 1 in the warm-up, a factor of gamma per epoch
     (ExponentialLR), and a cosine that falls to 0 in half a period and rises again
-    (CosineAnnealingLR, Loshchilov and Hutter 2016). At the end of each epoch their value is that of
-    those schedulers stepped together once per epoch. linear falls from the end of the warm-up to 0
+    (CosineAnnealingLR, Loshchilov and Hutter 2016). linear falls from the end of the warm-up to 0
     at the end of the run, as transformers' get_linear_schedule_with_warmup does. With --decay the
     rate falls so in the last of the steps alone (warm-up, stable, decay: Hu et al. 2024,
     arXiv:2404.06395). With --min-learning-rate the rate falls to that instead of 0.
     """
-    schedule = _make_schedule(optimizer, config, steps_per_epoch)
-    BY_STEP.add(schedule)
-    return schedule
-
-
-def _make_schedule(
-    optimizer: torch.optim.Optimizer, config: TrainingConfig, steps_per_epoch: int
-) -> Any:
     total_steps = config.epochs * steps_per_epoch
     floor = config.min_learning_rate / config.peak_learning_rate
+    warmup_steps = math.ceil(config.warmup * total_steps)
+    cosine_epochs = config.cosine_epochs or config.epochs
+    num_falling = math.ceil(config.decay * total_steps)
+    if config.schedule == "linear":
+        num_falling = total_steps - warmup_steps
+
+    def factor(step: int) -> float:
+        epoch = step / steps_per_epoch
+        value = config.gamma**epoch if "exponential" in config.schedule else 1.0
+        warmup = min(1.0, (step + 1) / max(1, warmup_steps))
+        if "cosine" in config.schedule:
+            value *= (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
+        if num_falling > 0:
+            value *= min(1.0, max(0, total_steps - step) / num_falling)
+        return warmup * (floor + (1 - floor) * value)
+
+    schedule: lr_scheduler.LRScheduler
     if config.schedule == "onecycle":
-        return lr_scheduler.OneCycleLR(
+        schedule = lr_scheduler.OneCycleLR(
             optimizer,
             max_lr=[group["lr"] for group in optimizer.param_groups],
             total_steps=total_steps,
@@ -122,30 +130,10 @@ def _make_schedule(
             # The rate starts at 1/25 of the peak, and ends at that divided by this factor.
             final_div_factor=1 / (25 * floor) if floor else 1e4,
         )
-    warmup_steps = math.ceil(config.warmup * total_steps)
-    cosine_epochs = config.cosine_epochs or config.epochs
-    num_falling = math.ceil(config.decay * total_steps)
-    if config.schedule == "linear":
-        num_falling = total_steps - warmup_steps
-
-    def factor(step: int) -> float:
-        epoch = step / steps_per_epoch
-        value = 1.0
-        warmup = min(1.0, (step + 1) / max(1, warmup_steps))
-        if "cosine" in config.schedule:
-            value *= (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
-            # CosineAnnealingLR restarts from the initial learning rate at each zero of the cosine.
-            # All earlier factors, the decay too, are lost, and start again one epoch later.
-            num_zeros = math.floor((epoch / cosine_epochs + 1) / 2)
-            if num_zeros > 0:
-                epoch -= (2 * num_zeros - 1) * cosine_epochs + 1
-        if "exponential" in config.schedule:
-            value *= config.gamma**epoch
-        if num_falling > 0:
-            value *= min(1.0, max(0, total_steps - step) / num_falling)
-        return warmup * (floor + (1 - floor) * value)
-
-    return lr_scheduler.LambdaLR(optimizer, factor)
+    else:
+        schedule = lr_scheduler.LambdaLR(optimizer, factor)
+    BY_STEP.add(schedule)
+    return schedule
 
 
 def keep_when_loading(optimizer: torch.optim.Optimizer) -> None:
