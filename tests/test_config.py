@@ -18,6 +18,7 @@ from trainkit.config import UNSET, TrainingConfig, parse
 from trainkit.numbers.orders import Progress
 from trainkit.run.results import update_best
 from trainkit.store import places as stores
+from trainkit.tables.sets import TableConfig
 
 # What is typed, and a part of the sentence that answers it.
 SLIPS = {
@@ -241,6 +242,23 @@ def test_only_the_experiment_must_be_equal_when_a_run_is_resumed():
     assert plain == again and plain not in changed and shorter == long != plain
     # run.begin's metadata may be called like a shared flag, such as "pictures".
     assert configs[0].nodes_may_differ == set()
+
+
+def test_a_target_is_a_metric_and_a_value_except_where_the_script_has_its_own():
+    for text, expected in (
+        ("eval_accuracy:0.99", ("eval_accuracy", "max", 0.99)),
+        ("eval_gap:min:-1e-3", ("eval_gap", "min", -1e-3)),
+    ):
+        config = parse(TrainingConfig, ["--target", text])
+        config.validate(1)
+        assert config.metric_target == expected and "target" in config.resume_may_change
+    for wrong in ("eval_gap:0.5", "eval_accuracy", "eval_accuracy:high", ":0.5"):
+        with refused(f"--target {wrong} must be METRIC:VALUE"):
+            parse(TrainingConfig, ["--target", wrong]).validate(1)
+    config = parse(TableConfig, ["--data", "x", "--target", "price"])
+    assert config.metric_target is None and "target" not in config.resume_may_change
+    with refused("--target-accuracy is now --target eval_accuracy:VALUE"):
+        parse(TrainingConfig, ["--target-accuracy", "0.99"])
 
 
 def test_a_value_is_chosen_for_a_flag_that_is_unset_and_for_no_other():

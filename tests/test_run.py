@@ -459,6 +459,23 @@ def test_processes_that_add_other_names_are_told_so():
             call()
 
 
+@pytest.mark.parametrize("target, code", [("eval_loss:1e9", 0), ("eval_loss:max:1e9", 3)])
+def test_a_run_that_misses_its_target_is_whole_and_ends_with_3(tmp_path, capfd, target, code):
+    edit = r'\{"pictures": "test"\}', "{}, {'next': 'what to do then'}"
+    with pytest.raises(SystemExit) if code else ExitStack() as ended:
+        changed(edit)(f"--epochs 1 --run-dir {tmp_path} --target {target}")
+    assert code == 0 or ended.value.code == code
+    said = capfd.readouterr().out
+    assert ("eval_loss:max:1e9 is missed: eval_loss is" in said) == bool(code)
+    assert (tmp_path / "DONE").exists() and "next: what to do then" in said
+
+
+def test_a_target_that_no_evaluation_has_is_refused_after_the_first(tmp_path):
+    with refused("--target eval_auc:0.5: there are only"):
+        train(f"--run-dir {tmp_path} --target eval_auc:0.5")
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+
+
 def test_what_looks_like_a_mistake_and_is_none_goes_through(tmp_path, capfd):
     """The mean of two means, half of a mean, the mean of halves."""
     for text, other in (

@@ -162,6 +162,8 @@ class TrainingConfig:
     """a metric, or METRIC:min, METRIC:max: keep its best checkpoint and write best.safetensors"""
     patience: MayChange[Count | None] = None
     """end the run after this many evaluations in a row that are not the best by --keep-best"""
+    target: MayChange[str | None] = None
+    """METRIC:VALUE, such as eval_accuracy:0.99: exit with 3 if the last evaluation misses it"""
     start_from: MayChange[Path | None] = None
     """initial weights, a safetensors file, matched by name; a checkpoint of --resume comes first"""
     mirror: MayChange[str | None] = None
@@ -212,7 +214,28 @@ class TrainingConfig:
     @property
     def resume_may_change(self) -> set[str]:
         """The fields that may have another value when a run is resumed."""
-        return {name for name, note in _notes_of(type(self)) if note is MAY_CHANGE}
+        names = {name for name, note in _notes_of(type(self)) if note is MAY_CHANGE}
+        return names - {"target"} if self._has_own_target else names
+
+    @property
+    def _has_own_target(self) -> bool:
+        """Has the script a --target of its own, such as a column, in place of that of every run?"""
+        own = next(k for k in type(self).__mro__ if "target" in inspect.get_annotations(k))
+        return own is not TrainingConfig
+
+    @property
+    def metric_target(self) -> tuple[str, str, float] | None:
+        """The metric of --target, "min" or "max", and the value to reach; None if there is none.
+
+        Raises ValueError if it is not METRIC:VALUE, or if the name does not tell the direction.
+        """
+        if self._has_own_target or self.target is None:
+            return None
+        metric, _, value = self.target.rpartition(":")
+        name, direction = metric_and_direction(metric)
+        if not name or not direction:
+            raise ValueError(f"{metric!r} is no METRIC, METRIC:min or METRIC:max")
+        return name, direction, float(value)
 
     @property
     def nodes_may_differ(self) -> set[str]:
@@ -234,7 +257,7 @@ class TrainingConfig:
 
     def find_problems(self, num_processes: int) -> list[str]:
         """What is wrong with the values, one phrase each; a script adds to what this returns."""
-        problems = find_broken_rules(self)
+        problems = find_broken_rules(self) + find_wrong_target(self)
         if self.mirror_must and not self.mirror:
             problems.append("--mirror-must needs --mirror URL")
         if self.patience and not self.keep_best:
@@ -343,6 +366,19 @@ def find_broken_rules(config: Any) -> list[str]:
         if isinstance(rule, Rule) and value is not None and not rule.holds(value):
             problems.append(f"{flag(name)} {value} must be {rule.text}")
     return problems
+
+
+def find_wrong_target(config: TrainingConfig) -> list[str]:
+    """A phrase for a --target that is no metric with a value."""
+    try:
+        config.metric_target  # noqa: B018
+    except ValueError as problem:
+        return [
+            f"--target {config.target} must be METRIC:VALUE, such as eval_accuracy:0.99, or "
+            "METRIC:min:VALUE, METRIC:max:VALUE where the name does not say what is better "
+            f"({problem})"
+        ]
+    return []
 
 
 def _notes_of(kind: type) -> Iterator[tuple[str, Any]]:

@@ -43,7 +43,7 @@ def describe_plan(facts: Facts, plan: dict[str, str]) -> str:
     lines = {
         "device": describe_world(accelerator),
         **describe_busy_cores(accelerator),
-        **plan,
+        **{name: text for name, text in plan.items() if name != "next"},
         "samples": f"{len(facts.sets[0])}{unused}, {len(facts.sets[1])} to evaluate",
         "model": "; ".join(describe_model(accelerator, model) for model in models),
         "batch": f"{config.batch_size} per step = {count(num_processes, 'process')} x "

@@ -94,15 +94,19 @@ class Results:
     def write_best(self, progress: Progress) -> tuple[bool, UsageError | None]:
         """Write best.safetensors if this evaluation is the best by --keep-best; return whether.
 
-        The second value is an error if the evaluation lacks that metric.
+        The second value is an error if the evaluation lacks that metric, or that of --target.
         """
         wanted, metrics = self.config.keep_best, progress.metrics
         is_best = update_best(self.config, progress)
         if is_best:
             self._write_model("best.safetensors", self.models[0], {"step": progress.step})
-        if not wanted or metric_and_direction(wanted)[0] in metrics:
-            return is_best, None
-        return is_best, UsageError(f"--keep-best {wanted}: there are only {', '.join(metrics)}")
+        target = self.config.metric_target
+        asked = {f"--keep-best {wanted}": metric_and_direction(wanted)[0]} if wanted else {}
+        asked |= {f"--target {self.config.target}": target[0]} if target else {}
+        for flag, name in asked.items():
+            if name not in metrics:
+                return is_best, UsageError(f"{flag}: there are only {', '.join(metrics)}")
+        return is_best, None
 
     def write_predictions(self, predictions: Predictions | None) -> None:
         """Write predictions.safetensors, if there are predictions."""

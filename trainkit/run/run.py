@@ -49,6 +49,7 @@ from trainkit.run.profile import Profile
 from trainkit.run.results import Results, check_predictions
 from trainkit.run.session import (
     leave_dry_run,
+    leave_if_missed,
     leave_processes,
     leave_stopped,
     start_accelerator,
@@ -142,7 +143,7 @@ class Run:
         Args:
             model: what accelerator.prepare returned for the model, or for each of them.
             metadata: what a reader of model.safetensors needs, as JSON; equal on a resume.
-            plan: lines to print, by name, for example where the data come from.
+            plan: lines to print, by name; "next" is the command that finish() prints last.
             save_frozen: False leaves frozen weights out of the files that the run writes.
             fixed: modules, files and folders that are used and not trained, such as a teacher, by
                 name. Their content is compared between processes and on a resume.
@@ -158,6 +159,7 @@ class Run:
             self.length,
             self.prepared,
         )
+        self.next_command = (plan or {}).get("next", "")
         self.print(describe_plan(facts, plan or {}))
         if self.config.dry_run:
             self._begin_dry_run()
@@ -495,7 +497,8 @@ class Run:
     def finish(self, next_command: str = "") -> dict[str, float]:
         """Write weights, pictures and, last, DONE; return the metrics of the last evaluation.
 
-        next_command is printed last, as the command that the user may run next.
+        next_command is printed last, in place of plan["next"] of begin(). If the metrics miss
+        --target, this ends the process with exit code 3.
         """
         if self.stage != "ready" or not self.length.is_over(self.progress):
             raise out_of_order("run.finish()", self.stage)
@@ -506,9 +509,10 @@ class Run:
             self.progress,
             self.ema.trained_weights,
             memory,
-            next_command,
+            next_command or self.next_command,
             self.print,
             self.checkpoints.finish_mirror,
         )
         self.stage = "over"
+        leave_if_missed(self.config, self.progress.metrics, self.print)
         return dict(self.progress.metrics)

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwa
 from trainkit.checkpoints import sharded as shards
 from trainkit.checkpoints.resume import check_given
 from trainkit.config import TrainingConfig
-from trainkit.errors import EXIT_STOPPED
+from trainkit.errors import EXIT_STOPPED, EXIT_TARGET_MISSED
 from trainkit.launch import environment, nodes, processes
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import (
@@ -95,6 +96,19 @@ def leave_dry_run(log: Reporter, tried: str) -> NoReturn:
     log.bar.close()
     log.print(f"dry run: a step and {tried} were tried, and nothing was written")
     sys.exit(0)
+
+
+def leave_if_missed(
+    config: TrainingConfig, metrics: dict[str, float], say: Callable[[str], object]
+) -> None:
+    """End every process with exit code 3 if the metrics of the last evaluation miss --target."""
+    if config.metric_target is None:
+        return
+    name, direction, wanted = config.metric_target
+    value = metrics[name]
+    if not (value <= wanted if direction == "min" else value >= wanted):
+        say(f"--target {config.target} is missed: {name} is {value:.6g}")
+        sys.exit(EXIT_TARGET_MISSED)
 
 
 def leave_stopped(signals: Signals, log: Reporter, step: int) -> NoReturn:

@@ -5,7 +5,7 @@ python -m trainkit.tools.ray --workers 2 runs/mnist train_mnist.py --epochs 20
 --cpus and --gpus are per worker. RAY_ADDRESS says where the cluster is; without it Ray starts one
 on this machine. The repository and the run folder, the first argument, must have the same path on
 all nodes. A run that stops or fails is restarted up to --retries times and continues from its
-newest checkpoint; exit codes 0, 2 (refused) and 3 (--target-accuracy missed) are final.
+newest checkpoint; exit codes 0, 2 (refused) and 3 (--target missed) are final.
 """
 
 import argparse
