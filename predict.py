@@ -309,7 +309,7 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
         pretrained = run_dir / "pretrained"
         if kind is None and (pretrained / "tokenizer_config.json").is_file():
             raise UsageError(
-                f"{run_dir} is a language model: ask it with `python -m trainkit.tools.ask "
+                f"{run_dir} is a language model: ask it with `python -m trainkit.language.ask "
                 f"{shlex.quote(str(run_dir))}`; transformers loads it from {pretrained}"
             )
         if kind is None or not hasattr(script, "make_model"):

@@ -18,7 +18,7 @@ from torch import nn
 from examples.windows import Windows, standard_library
 from trainkit.checkpoints import sharded as shards
 from trainkit.config import Count, TrainingConfig, parse
-from trainkit.language.pretrained import write_pretrained
+from trainkit.language import write_pretrained
 from trainkit.repairs.private_names import mesh_groups
 
 LENGTH = 64  # tokens of a sample
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
 
         run.results.write_weights(run.ema)
         note("writes the weights", rank)
-        write_pretrained(run, ByT5Tokenizer(), "none")
+        write_pretrained(run, ByT5Tokenizer(), "none", save_float32=True)
         note("writes pretrained/", rank)
         run.finish()
     sys.stdout.flush()

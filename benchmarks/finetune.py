@@ -6,7 +6,6 @@
     OMP_NUM_THREADS=1 python -m benchmarks.finetune memory
 
     loop      examples/finetune.py: it also logs, counts, checks and follows its schedule
-    padded    the same with a model in which samples cannot share rows
     pack      the same with --pack
     bare      the same model, loss and clipping on batches in random order, with all logits
     trainer   the same under Transformers' Trainer
@@ -31,7 +30,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from trainkit import startup
 
@@ -126,14 +124,8 @@ def packed(flags: list[str]) -> None:
     in_process(finetune, *flags, "--pack", "--batch-size", "2")
 
 
-def padded(flags: list[str]) -> None:
-    with patch.object(finetune, "row_size", lambda *_: (0, {})):
-        in_process(finetune, *flags)
-
-
 WAYS: dict[str, Callable[[list[str]], Any]] = {
     "loop": lambda flags: in_process(finetune, *flags),
-    "padded": padded,
     "pack": packed,
     "bare": bare,
     "trainer": partial(peer, "trainer"),
@@ -201,7 +193,7 @@ def ratios(what: str, found: dict[str, list]) -> None:
 
 
 def chats(rounds: int, num: int) -> None:
-    names = ("bare", "padded", "loop", "pack", "sft pack")
+    names = ("bare", "loop", "pack", "sft pack")
     with tempfile.TemporaryDirectory() as folder:
         flags = make_base(folder, "--layers", "8", "--width", "256")
         flags += make_chats(folder, num * 10 // 9, LONGEST)

@@ -66,7 +66,6 @@ from benchmarks.preference import peer as dpo_peer
 from examples import finetune as tuning
 from examples import gpt, pictures, preference
 from trainkit.config import parse
-from trainkit.language import pretrained
 from trainkit.pictures import backbones, photos
 from trainkit.run.profile import Profile
 
@@ -425,9 +424,10 @@ def beside_trl(
 
     for _ in range(min(size.rounds, 2)):  # loading and saving take longer than the steps
         with (
-            mock.patch.object(tuning.conversations, "answer", lambda *_: ""),
+            mock.patch.object(tuning, "answer", lambda *_: ""),
             mock.patch.object(preference, "answer", lambda *_: ""),
-            mock.patch.object(pretrained, "write_pretrained"),
+            mock.patch.object(tuning, "write_pretrained"),
+            mock.patch.object(preference, "write_pretrained"),
         ):
             rates["ours"].append(measure(mine[0]))
         if not missing:
@@ -447,7 +447,10 @@ def beside_trl(
         )
     texts = [f"{spread(each)} {unit}/s" for each in speeds.values()]
     if size.profiled:
-        with mock.patch.object(pretrained, "write_pretrained"):
+        with (
+            mock.patch.object(tuning, "write_pretrained"),
+            mock.patch.object(preference, "write_pretrained"),
+        ):
             more[0] += where_time_goes(mine[0], size.profiled)
     if missing:
         return name, texts[0], missing, "-", asked, more[0]

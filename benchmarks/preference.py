@@ -83,14 +83,14 @@ def main() -> None:
         docstrings.main(["--folder", folder])
         flags = ["--base", f"{folder}/base", *make_pairs(folder)]
         config = parse(preference.Config, flags)
-        pairs, *_, tokenizer = preference.load_data(config)
+        pairs, _, tokenizer, *_ = preference.load_data(config)
         rows = conversations(config)[:NUM_PAIRS]
         base, model = preference.make_model(config).eval(), preference.make_model(config)
         torch.manual_seed(0)
         with torch.no_grad():
             for weight in model.parameters():
                 weight += 0.02 * torch.randn_like(weight)
-            batch = preference.collate(pairs[:NUM_PAIRS])
+            batch = preference.collate_pairs(pairs[:NUM_PAIRS])
             batch = batch._replace(reference=preference.log_probabilities(base, batch))
         options = {"report_to": [], "use_cpu": True, "precompute_ref_log_probs": True}
         options |= {"per_device_train_batch_size": NUM_PAIRS, "gradient_checkpointing": False}

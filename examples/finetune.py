@@ -9,7 +9,6 @@ python examples/finetune.py --base HuggingFaceTB/SmolLM2-135M-Instruct --data pa
 import shlex
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -21,14 +20,21 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.config import MayChange, ReadOnlyIf, Schedule, parse
-from trainkit.errors import as_usage_error
-from trainkit.language import conversations, pretrained, token_losses
-from trainkit.language.packing import pack_sets, row_size, share_rows
-from trainkit.language.templates import first_day
+from trainkit.language import (
+    LanguageConfig,
+    add_adapter,
+    answer,
+    fit_to_data,
+    load_base,
+    load_chats,
+    places_of,
+    token_losses,
+    write_pretrained,
+)
 
 
 @dataclass
-class Config(pretrained.LanguageConfig):
+class Config(LanguageConfig):
     # Add rows for tokens that the base does not have.
     resize_embeddings: Annotated[bool, ReadOnlyIf("lora", (None,))] = False
     system: str | None = None  # system turn of the conversations that have none
@@ -51,37 +57,27 @@ class Batch(NamedTuple):
     tokens: torch.Tensor
     learned: torch.Tensor  # which are
     places: torch.Tensor  # of those that are predicted and learned, in learned[:, 1:].flatten()
-    positions: torch.Tensor | None = None  # in its sample, if samples share rows
+    positions: torch.Tensor | None = None  # in its sample, in packed rows
 
 
 def load_data(config: Config) -> tuple:
     """Return samples (tokens, which are learned) to train and evaluate on, and ChatSets' others."""
-    tokenizer, limit = conversations.read_tokenizer(config.base)
-    with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
-        more = config.system, config.prompt, first_day(config), config.eval_data
-        sets = conversations.make_chat_sets(tokenizer, config.data, config.max_tokens, limit, *more)
-    if config.pack:
-        sets = pack_sets(sets, config.max_tokens)
-    return *sets, tokenizer
+    return load_chats(config, config.system, config.prompt, config.pack)
 
 
-def collate(samples: list, size: int = 0) -> Batch:
-    """Make a batch of samples, which share rows of up to `size` tokens, or of rows."""
-    rows = share_rows(samples, size) if size else samples
-    padded = (pad_sequence(parts, batch_first=True) for parts in zip(*rows, strict=True))
+def collate(samples: list) -> Batch:
+    """Make a batch of samples, or of packed rows, which have positions as well."""
+    padded = (pad_sequence(parts, batch_first=True) for parts in zip(*samples, strict=True))
     tokens, learned, *positions = padded
-    return Batch(tokens, learned, token_losses.places_of(learned), *positions)
+    return Batch(tokens, learned, places_of(learned), *positions)
 
 
 def make_model(config: Config) -> torch.nn.Module:
-    model = pretrained.load_base(config)
-    if config.resize_embeddings:
-        pretrained.resize_embeddings(model, config.base, is_frozen=bool(config.lora))
-    token_losses.allow_parts(model)
+    model = load_base(config, config.resize_embeddings)
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.lora:
-        model = pretrained.add_adapter(model, config.lora)
+        model = add_adapter(model, config.lora)
     return model.train()  # from_pretrained returns it in evaluation mode
 
 
@@ -92,7 +88,7 @@ def compute_losses(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tens
     if batch.positions is not None:
         inputs["position_ids"] = batch.positions[:, :-1]
     targets = batch.tokens[:, 1:].flatten()[batch.places]
-    losses = token_losses.token_losses(model, targets, batch.places, **inputs)
+    losses = token_losses(model, targets, batch.places, **inputs)
     return {"loss": losses, "mask": torch.ones_like(losses, dtype=torch.bool)}
 
 
@@ -101,26 +97,23 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "finetune") as run:
         accelerator = run.accelerator
-        train_set, eval_set, end, plan, prompts, tokenizer = run.load(load_data)
-        model, both = make_model(config), (train_set, eval_set)
-        pretrained.check_vocabulary(model, tokenizer, (row[0] for rows in both for row in rows))
-        size, padded = row_size(accelerator, model, config.max_tokens, config.pack)
-        order = by_length([len(tokens) for tokens, *_ in train_set], config.batch_size, config.seed)
+        sets = run.load(load_data)
+        model = make_model(config)
+        fit_to_data(accelerator, model, sets)
+        lengths = [len(tokens) for tokens, *_ in sets.train_set]
+        order = by_length(lengths, config.batch_size, config.seed)
         train_loader, eval_loader = make_loaders(
-            accelerator, train_set, eval_set, config, partial(collate, size=size), order=order
+            accelerator, sets.train_set, sets.eval_set, config, collate, order=order
         )
-        pretrained.stop_at(model, end)
         weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
         optimizer = make_optimizer(accelerator, weights, config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, train_loader, eval_loader, scheduler
         )
-        # Rounding depends on the rows, so a resume must have the same ones.
-        metadata = {"script": Path(__file__).stem, "lora": config.lora, "shared rows": size}
-        plan |= padded
+        metadata = {"script": Path(__file__).stem, "lora": config.lora}
         # What --lora freezes is not saved: it lies in --base.
-        run.begin(model, metadata, plan, save_frozen=not config.lora)
+        run.begin(model, metadata, sets.plan, save_frozen=not config.lora)
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
         for _ in run.epochs():
             for batch in run.steps(train_loader, count=lambda x: x.learned[:, 1:].sum()):
@@ -133,12 +126,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 run.add(**values)
                 if run.end_step():
                     run.save()
-            for name, tokens in prompts.items():
-                run.print(f"{name}: {conversations.answer(run.models[0], tokenizer, tokens)}")
+            for name, tokens in sets.prompts.items():
+                run.print(f"{name}: {answer(run.models[0], sets.tokenizer, tokens)}")
             run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
-        dtype = None if config.save_float32 else pretrained.dtype_of(config.base)
-        pretrained.write_pretrained(run, tokenizer, config.base, config.merge, dtype)
-        return run.finish(f"python -m trainkit.tools.ask {shlex.quote(str(config.run_dir))}")
+        write_pretrained(run, sets.tokenizer, config.base, config.merge, config.save_float32)
+        return run.finish(f"python -m trainkit.language.ask {shlex.quote(str(config.run_dir))}")
 
 
 if __name__ == "__main__":

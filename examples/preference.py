@@ -23,19 +23,27 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.functional import logsigmoid
 
 from trainkit.config import MayChange, NonNegative, Positive, Rule, Schedule, parse
-from trainkit.errors import as_usage_error
-from trainkit.language import preferences, pretrained, token_losses
-from trainkit.language.conversations import answer, read_tokenizer
-from trainkit.language.preferences import PairBatch
-from trainkit.language.preferences import collate_pairs as collate
-from trainkit.language.templates import first_day
-from trainkit.reading.pretrained_models import without_dropout
+from trainkit.language import (
+    LanguageConfig,
+    PairBatch,
+    add_adapter,
+    add_reference,
+    answer,
+    collate_pairs,
+    fit_to_data,
+    load_base,
+    load_pairs,
+    sample_prompts,
+    token_losses,
+    warn_of_unlikely,
+    write_pretrained,
+)
 
 Smoothing = Annotated[float, Rule(lambda value: 0 <= value < 0.5, "at least 0 and below 0.5")]
 
 
 @dataclass
-class Config(pretrained.LanguageConfig):
+class Config(LanguageConfig):
     data: MayChange[str] = "runs/docstrings/preferred.jsonl"  # JSON, Parquet, a folder or a Hub id
     beta: Positive = 0.1  # how much a change of the log-probability of an answer counts
     label_smoothing: Smoothing = 0.0  # the share of pairs that are taken to be the wrong way round
@@ -52,22 +60,12 @@ class Config(pretrained.LanguageConfig):
 
 def load_data(config: Config) -> tuple:
     """Return pairs of tokens to train and evaluate on, and what else the run needs of them."""
-    tokenizer, limit = read_tokenizer(config.base)
-    with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
-        more = config.max_tokens, limit, first_day(config), config.eval_data
-        pairs = preferences.make_pairs(tokenizer, config.data, *more)
-    return *pairs, tokenizer
+    return load_pairs(config)
 
 
 def make_model(config: Config) -> torch.nn.Module:
-    from transformers import AutoConfig
-
-    # Dropout would pass for a change of the model.
-    settings = without_dropout(AutoConfig.from_pretrained(config.base))
-    model = pretrained.load_base(config, config=settings)
-    model.config = AutoConfig.from_pretrained(config.base)  # to be written; its layers have theirs
-    token_losses.allow_parts(model)
-    return model
+    """Return the base without dropout, which would pass for a change of the model."""
+    return load_base(config, dropout=False)
 
 
 def log_probabilities(model: torch.nn.Module, batch: PairBatch) -> torch.Tensor:
@@ -76,7 +74,7 @@ def log_probabilities(model: torch.nn.Module, batch: PairBatch) -> torch.Tensor:
     # Padding needs no mask: it is on the right, and a token in a causal model only sees its left.
     inputs = {"input_ids": tokens[:, :-1], "use_cache": False}
     targets = tokens[:, 1:].flatten()[batch.places]
-    losses = token_losses.token_losses(model, targets, batch.places, **inputs)
+    losses = token_losses(model, targets, batch.places, **inputs)
     of_tokens = losses.new_zeros(tokens[:, 1:].numel()).index_copy(0, batch.places, -losses)
     return of_tokens.view(len(tokens), -1).sum(1).view(-1, 2)
 
@@ -104,17 +102,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "preference") as run:
         accelerator = run.accelerator
-        *sets, end, plan, tokenizer = run.load(load_data)
+        pairs = run.load(load_data)
         model = make_model(config)
-        samples = (sample for pairs in sets for pair in pairs for sample in pair[:2])
-        pretrained.check_vocabulary(model, tokenizer, (sample.tokens for sample in samples))
-        prompts = preferences.sample_prompts(sets[1], tokenizer)
+        fit_to_data(accelerator, model, pairs)
+        sets = pairs.train_set, pairs.eval_set
         compute = partial(log_probabilities, model)
-        base = preferences.add_reference(accelerator, model, sets, collate, compute)
-        order = by_length(list(map(preferences.longest, sets[0])), config.batch_size, config.seed)
-        train_loader, eval_loader = make_loaders(accelerator, *sets, config, collate, order=order)
-        model = pretrained.add_adapter(model, config.lora) if config.lora else model
-        pretrained.stop_at(model, end)
+        base = add_reference(accelerator, model, sets, collate_pairs, compute)
+        order = by_length([pair.length for pair in sets[0]], config.batch_size, config.seed)
+        train_loader, eval_loader = make_loaders(
+            accelerator, *sets, config, collate_pairs, order=order
+        )
+        model = add_adapter(model, config.lora) if config.lora else model
         weights = (w for w in model.parameters() if w.requires_grad)  # a list would keep them whole
         optimizer = make_optimizer(accelerator, weights, config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
@@ -123,7 +121,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
         metadata = {"script": Path(__file__).stem, "lora": config.lora, "reference": base}
         # What --lora freezes is not saved: it lies in --base.
-        run.begin(model, metadata, plan, save_frozen=not config.lora)
+        run.begin(model, metadata, pairs.plan, save_frozen=not config.lora)
+        prompts = sample_prompts(pairs)
         register_fsdp_forward_method(run.models[0], "generate")  # for weights that are sharded
         for _ in run.epochs():
             for batch in run.steps(train_loader):
@@ -138,13 +137,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     run.save()
             metrics = run.evaluate(eval_loader, lambda x: compute_values(model, x, config))
             for name, tokens in prompts.items():
-                run.print(f"{name}: {answer(run.models[0], tokenizer, tokens)}")
-            if warning := preferences.warn_of_unlikely(metrics, config.beta, sets[1]):
+                run.print(f"{name}: {answer(run.models[0], pairs.tokenizer, tokens)}")
+            if warning := warn_of_unlikely(metrics, config.beta, pairs.eval_set):
                 run.print(warning)
             run.end_epoch(metrics)
-        dtype = None if config.save_float32 else pretrained.dtype_of(config.base)
-        pretrained.write_pretrained(run, tokenizer, config.base, config.merge, dtype)
-        return run.finish(f"python -m trainkit.tools.ask {shlex.quote(str(config.run_dir))}")
+        write_pretrained(run, pairs.tokenizer, config.base, config.merge, config.save_float32)
+        return run.finish(f"python -m trainkit.language.ask {shlex.quote(str(config.run_dir))}")
 
 
 if __name__ == "__main__":

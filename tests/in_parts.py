@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import torch.nn.functional as F
 
 from examples import finetune
-from trainkit.language import token_losses
+from trainkit.language import losses
 
 
 def main(argv):
-    token_losses.MAX_LOGITS = 2**13  # 8 tokens of examples/docstrings.py's vocabulary
+    losses.MAX_LOGITS = 2**13  # 8 tokens of examples/docstrings.py's vocabulary
 
     def whole(logits, *args, **how):
-        assert logits.numel() <= token_losses.MAX_LOGITS
+        assert logits.numel() <= losses.MAX_LOGITS
         return F.cross_entropy(logits, *args, **how)
 
-    token_losses.F = SimpleNamespace(**vars(F) | {"cross_entropy": whole})
+    losses.F = SimpleNamespace(**vars(F) | {"cross_entropy": whole})
     return finetune.main(argv)

@@ -1,17 +1,19 @@
 """What files of conversations hold is learned once and as it will be asked, or is named."""
 
 import json
+import re
 from datetime import date
 
 import pytest
 import torch
 from conftest import refused
+from datasets import Dataset
 from safetensors.torch import save_file
 from tokenizers import processors
 
 from examples import docstrings, finetune
 from trainkit.config import parse
-from trainkit.language import conversations, preferences, pretrained, templates
+from trainkit.language import conversations, formats, pretrained
 
 transformers = pytest.importorskip("transformers")
 
@@ -20,24 +22,35 @@ CHATML = """{% for m in messages %}<user>{{ m.role }}
 {%- if add_generation_prompt %}<user>assistant
 {% endif %}"""
 AS_VALUES = CHATML.replace("CALL", "t.function.arguments | tojson")
-AS_TEXT = CHATML.replace("CALL", "t.function.name + t.function.arguments")
-AS_PYTHON = CHATML.replace("CALL", "t.function.arguments")
+TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + AS_VALUES
 THINKS = AS_VALUES.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+THINKS_LAST = AS_VALUES.replace(
+    "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+)
 DATED = "{{ strftime_now('%d %b %Y') }}" + AS_VALUES
 DATED_LATER = "{% set day = 'on %Y-%m-%d' %}{% macro a() %}{{ strftime_now(day) }}{% endmacro %}"
 DATED_LATER += "{{ a() }}" + AS_VALUES
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def system(content: str) -> dict:
     return {"role": "system", "content": content}
 
 
-def user(content: str) -> dict:
-    return {"role": "user", "content": content}
+def user(content, **more) -> dict:
+    return {"role": "user", "content": content} | more
 
 
-def says(content: str, role: str = "assistant") -> dict:
-    return {"role": role, "content": content}
+def says(content, role: str = "assistant", **more) -> dict:
+    return {"role": role, "content": content} | more
+
+
+def chat(*turns, **more) -> dict:
+    return {"messages": [*turns]} | more
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +64,7 @@ def base(tmp_path_factory):
 def make(base, tmp_path):
     """Make the sets of rows, each written three times."""
 
-    def call(*rows, template=AS_VALUES, single="", function=conversations.make_chat_sets, **more):
+    def call(*rows, template=AS_VALUES, single="", flags="", prompts=()):
         tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         tokenizer.chat_template = template
         tokenizer.add_special_tokens({"bos_token": "<assistant>"})
@@ -63,189 +76,239 @@ def make(base, tmp_path):
             )
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, *rows, *rows]))
-        return function(tokenizer, str(path), 200, **more)
+        config = parse(finetune.Config, ["--data", str(path), *flags.split()])
+        return conversations.make_chat_sets(config, tokenizer, 200, config.system, prompts)
 
     return call
 
 
 PAIR = {"prompt": [user("say")], "completion": [says("ok")]}
 ONCE = r"<user>user\nsay<end><user>assistant\n[[ok<end>]]"
+TWICE = ONCE + ONCE
 KIND = r"<user>system\nbe<end>"
-EARLIER = r"<user>user\na<end><user>assistant\nb<end>"
+LONG = "x = 1 ; " * 90
+PARTS = [{"type": "text", "text": "o"}, {"type": "text", "text": "k"}]
+THOUGHT = [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "ok"}]
+CALL = {"function": {"name": "run", "arguments": {"cmd": "ls"}}}
+IN_JSON = {"function": {"name": "run", "arguments": '{"cmd": "ls"}'}}
+CALLED = ONCE.replace("ok", '{"cmd": "ls"}')
+HUMAN, GPT = {"from": "human", "value": "say"}, {"from": "gpt", "value": "ok"}
+CALLING = {"from": "function_call", "value": json.dumps(CALL["function"])}
 
 
 @pytest.mark.parametrize(
     "row, shown",
     [
-        ({"completion": [user("say"), says("ok")]}, ONCE),
-        ({"completion": [user("say \n"), says("ok")]}, ONCE.replace("say", r"say \n")),
-        ({"completion": [system("be"), user("say"), says("ok")]}, KIND + ONCE),
-        ({"completion": [user("a"), says("b"), user("say"), says("ok")]}, EARLIER + ONCE),
+        (PAIR, ONCE),
+        (PAIR | {"completion": [user("say"), says("ok")]}, ONCE),
+        (PAIR | {"completion": [user("say \n"), says("ok")]}, ONCE.replace("say", r"say \n")),
+        (PAIR | {"completion": [says("ok"), user("say"), says("ok")]}, TWICE),
+        ({"prompt": [user("say"), says("ok"), user("say")], "completion": "ok"}, "ok<end>" + ONCE),
+        ({"question": "say", "response": "ok"}, ONCE),
+        ({"instruction": "say", "input": "it", "output": "ok"}, ONCE.replace("say", r"say\n\nit")),
+        ({"instruction": "", "input": "say", "output": "ok"}, ONCE),
+        ({"text": "say ok", "meta": 1}, "say[[ ok<end>]]"),
+        ({"text": "say<end>"}, "say[[<end>]]"),
+        (chat(user("say"), says("ok"), user("say"), says("ok")), TWICE),
+        (chat(user("say"), says("ok", weight=0), user("say"), says("ok")), "ok<end>" + ONCE),
+        (chat(user("say"), says("ok<end>\n")), ONCE),
+        (chat(user(PARTS), says(PARTS)), ONCE.replace("say", "ok")),
+        (chat(user("say"), says(None, refusal="ok")), ONCE),
+        (chat(user("say"), says("", tool_calls=[CALL])), CALLED),
+        (chat(user("say"), says("", tool_calls=[IN_JSON])), CALLED),
+        (chat(user("say"), says(None, function_call=IN_JSON["function"])), CALLED),
+        (chat(says("ok"), user("say"), says("ok")), r"^<user>assistant\n[[ok<end>]]" + ONCE),
         (
-            {
-                "prompt": [user("a"), says("b"), user("say")],
-                "completion": [user("say"), says("ok")],
-            },
-            EARLIER + ONCE,
+            chat(says("", tool_calls=[CALL]), user("say"), says("ok")),
+            r'^<user>assistant\n[[{"cmd": "ls"}<end>]]' + ONCE,
         ),
+        (PAIR | {"system": [{"type": "text", "text": "be"}]}, "^" + KIND + ONCE),
+        (chat(says("a", "developer"), *PAIR["prompt"], says("ok"), system="be"), r"a<end>" + ONCE),
+        ({"conversations": [HUMAN, GPT], "system": "be"}, "^" + KIND + ONCE),
         (
-            {"prompt": [system("be"), user("say")], "completion": [user("say"), says("ok")]},
-            KIND + ONCE,
+            {"conversations": [HUMAN, CALLING, {"from": "observation", "value": "5"}, GPT]},
+            CALLED + r"<user>tool\n5<end><user>assistant\n[[ok<end>]]",
         ),
-        (
-            {"completion": [says("ok"), user("say"), says("ok")]},
-            ONCE + r"<user>user\nsay<end><user>assistant\n[[ok<end>]]",
+        *(
+            (chat({"from": "Human", "value": "say"}, {"role": role, "content": "ok"}), ONCE)
+            for role in ("model", "gpt", "bot", "Assistant", "chatgpt")
         ),
     ],
     ids=str,
 )
-def test_a_prompt_that_its_answer_repeats_is_there_once(make, row, shown):
-    assert make(PAIR | row).plan["first"] == shown
-    if "system" in str(row) or "a" not in str(row):
-        answers = row["completion"]
-        pair = {"prompt": row.get("prompt", PAIR["prompt"]), "chosen": answers}
-        pair["rejected"] = [*answers[:-1], says("no")]
-        plan = make(pair, function=preferences.make_pairs).plan
-        assert plan["chosen"].count("say") == shown.count("say")
-        assert plan["rejected"] == plan["chosen"].replace("[[ok", "[[no")
+def test_a_row_is_learned_as_its_template_writes_it_and_each_word_once(make, row, shown):
+    first = make(row).plan["first"]
+    assert first.startswith(shown[1:]) if shown[0] == "^" else first.endswith(shown)
+    assert first.count("[[") == shown.count("[[") and "other" not in first
+
+
+def refuse(row, said, template=AS_VALUES):
+    return pytest.param(template, row, said, id=f"{row} {said}")
 
 
 @pytest.mark.parametrize(
-    "row, message",
+    "template, row, said",
     [
-        ({"completion": [user("other"), says("ok")]}, "line 1 of .* not those of its prompt"),
-        (
-            {"prompt": [system("a"), user("say")], "completion": [system("b"), *PAIR["prompt"]]},
-            "line 1 of .* not those of its prompt",
+        refuse(PAIR | {"completion": [user("other"), says("ok")]}, "not those of its prompt"),
+        refuse(PAIR | {"completion": [system("b"), user("say"), says("ok")]}, "not those of its"),
+        refuse(chat(user("say"), says("ok", "narrator")), "the role 'narrator': rename it to user"),
+        refuse(chat(user("say"), {"speaker": "bot", "text": "ok"}), "rename them to role and cont"),
+        refuse(chat(user("say"), says("ok", weight=0.5)), "the weight 0.5: only 0 and 1"),
+        refuse(chat(user("say"), says("ok", loss_weight=0.5)), "the loss_weight 0.5: only 0 and 1"),
+        refuse(chat(user([{"type": "image_url"}]), says("ok")), "a turn holds image_url"),
+        refuse(PAIR | {"system": 5}, "has no text"),
+        refuse(PAIR | {"label": False}, "its label is false"),
+        refuse(PAIR | {"images": ["a"]}, "has images, and only texts"),
+        refuse(PAIR | {"chosen": "ok"}, "it has chosen: examples/preference.py"),
+        refuse(PAIR | {"split": "validation"}, "the split 'validation', .* as --eval-data"),
+        refuse({"prompt": "say"}, "has no columns of a known format, but prompt"),
+        refuse({"prompt": "say", "completion": None}, "has no text"),
+        refuse([1], "has no columns of a known"),
+        refuse({"conversations": [CALLING | {"value": "{"}]}, "calls of tools are not JSON"),
+        refuse(
+            chat(says("", tool_calls=[{"function": {"name": "run", "arguments": "ls -la"}}])),
+            "arguments of a call of a tool are not JSON: 'ls -la'",
         ),
+        refuse(
+            chat(user("say"), says("", tool_calls=[CALL])),
+            "writes the arguments of a call as Python does, .'cmd': 'ls'.",
+            CHATML.replace("CALL", "t.function.arguments"),
+        ),
+        refuse(
+            chat(user("say"), says("", tool_calls=[CALL])),
+            "can only concatenate str",
+            CHATML.replace("CALL", "t.function.name + t.function.arguments"),
+        ),
+        refuse(
+            {"prompt": "<user>user\nsay<end><user>assistant\n", "completion": "ok<end>"},
+            "its prompt is already written in the chat template",
+        ),
+        refuse(
+            {"prompt": "<user>user\nsay<end><user>assistant\n", "completion": "ok"},
+            "its prompt is already written in the chat template",
+            THINKS,
+        ),
+        refuse(chat(*PAIR["prompt"] * 2, says("ok")), "no chat template", None),
+        refuse(chat(*PAIR["prompt"] * 2, says("ok")), "must alternate", ALTERNATES),
     ],
 )
-def test_an_answer_with_another_prompt_is_refused(make, row, message):
-    with refused(message):
-        make(PAIR | row)
+def test_a_row_that_cannot_be_learned_is_named_with_its_line(make, template, row, said):
+    with refused(f"line 1 of .*{said}"):
+        make(row, template=template)
 
 
 @pytest.mark.parametrize(
-    "chosen, rejected",
+    "rows, flags, said",
     [
-        ([user("a"), says("ok")], [user("b"), says("no")]),
-        ([system("be"), user("a"), says("ok")], [user("a"), says("no")]),
-    ],
-)
-def test_two_answers_with_different_prompts_are_refused(make, chosen, rejected):
-    for more in ({}, {"prompt": "a"}):
-        with refused(r"line 1 of .* prompt"):
-            make({"chosen": chosen, "rejected": rejected} | more, function=preferences.make_pairs)
-
-
-def test_a_pair_may_have_an_instruction_and_an_input(make):
-    row = {"instruction": "say", "input": "it", "chosen": "ok", "rejected": "no"}
-    plan = make(row, function=preferences.make_pairs).plan
-    assert plan["chosen"] == ONCE.replace("say", r"say\n\nit")
-
-
-@pytest.mark.parametrize(
-    "template, marks, row, shown, special",
-    [
-        (None, "<assistant> $A", {"text": "<assistant>say"}, "<assistant>[[say<end>]]", "3 of 3"),
-        (None, "<assistant> $A", {"text": "say"}, "<assistant>[[say<end>]]", ""),
-        (None, "", {"text": "<assistant>say"}, "<assistant>[[say<end>]]", ""),
-        (None, "", {"text": "say<end>\n"}, "say[[<end>]]", "3 of 3"),
         (
-            None,
-            "$A <end>",
-            {"prompt": "say", "answer": "ok"},
-            "say[[ok<end>]]",
-            "which is left out",
-        ),
-        (None, "", {"prompt": "say", "answer": "ok<end>"}, "say[[ok<end>]]", "3 of 3"),
-        (AS_VALUES, "", {"prompt": "say", "answer": "ok<end>"}, ONCE, "3 of 3"),
-        (
-            "<assistant>" + AS_VALUES,
+            [chat(user("say"), says("ok", weight=0))],
             "",
-            {"prompt": "<assistant>say", "answer": "ok"},
-            f"<assistant>{ONCE}",
-            "3 of 3",
+            "nothing is learned of 3 of 3 rows: .* not",
+        ),
+        (
+            [chat(user("say"))],
+            "",
+            "nothing is learned of 3 of 3 rows: they have no turn of an assi",
+        ),
+        (
+            [PAIR | {"prompt": LONG}],
+            "--max-tokens 64",
+            "none of the samples to train on has an answer, or a token of one .* 64: .* larger",
         ),
     ],
 )
-def test_tokens_that_begin_and_end_a_text_are_there_once(
-    make, template, marks, row, shown, special
-):
-    plan = make(row, template=template, single=marks).plan
-    assert plan["first"] == shown
-    assert special in plan.get("special", "") and bool(special) == ("special" in plan)
-
-
-CALL = {"function": {"name": "run", "arguments": {"cmd": "ls"}}}
-
-
-@pytest.mark.parametrize("template", [AS_VALUES, AS_TEXT, AS_PYTHON])
-@pytest.mark.parametrize("times_encoded", [0, 1, 2])
-def test_arguments_of_tools_are_written_as_json_by_templates_of_both_kinds(
-    make, template, times_encoded
-):
-    arguments = {"cmd": "ls"}
-    for _ in range(times_encoded):
-        arguments = json.dumps(arguments)
-    turn = says("") | {"tool_calls": [{"function": {"name": "run", "arguments": arguments}}]}
-    first = make({"messages": [user("say"), turn]}, template=template).plan["first"]
-    assert first.endswith('{"cmd": "ls"}<end>]]') and r"\"" not in first
-
-
-def test_arguments_that_are_no_json_are_named_unless_the_template_writes_them_as_they_are(make):
-    turn = says("") | {"tool_calls": [{"function": {"name": "run", "arguments": "ls -la"}}]}
-    row = {"messages": [user("say"), turn]}
-    assert make(row, template=AS_TEXT).plan["first"].endswith("[[runls -la<end>]]")
-    with refused(r"line 1 .* not JSON, 'ls -la'"):
-        make(row)
-
-
-@pytest.mark.parametrize("role", ["model", "gpt", "bot", "Assistant", "chatgpt"])
-@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
-def test_usual_names_of_an_assistant_are_read(make, role, keys):
-    turns = [dict(zip(keys, turn, strict=True)) for turn in (("human", "say"), (role, "ok"))]
-    assert make({"messages": turns}).plan["first"] == ONCE
+def test_rows_of_which_nothing_is_learned_are_refused(make, rows, flags, said):
+    with refused(said):
+        make(*rows, flags=flags)
 
 
 @pytest.mark.parametrize(
-    "turn, message",
+    "template, row, said",
     [
-        (says("ok", "narrator"), "the role 'narrator': rename it to user"),
-        ({"speaker": "bot", "text": "ok"}, "speaker, text: rename them to role and content"),
-        (says("ok") | {"weight": 0.5}, "the weight 0.5: only 0 and 1"),
+        (AS_VALUES, PAIR, {"end": "<end> after an answer, learned in 3 of 3"}),
+        (ALTERNATES, PAIR, {"end": "no token ends an answer"}),
+        (None, {"prompt": "say", "answer": "ok"}, {"first": r"^say\[\[ok<end>]]$"}),
+        (
+            AS_VALUES,
+            PAIR | {"completion": LONG},
+            {"truncated": "3 of 3 samples, to --max-tokens 64"},
+        ),
+        (TOOLS, PAIR | {"tools": [CALL["function"]]}, {"first": "^run<"}),
+        (AS_VALUES, PAIR | {"tools": "[{}]"}, {}),
+        (AS_VALUES, PAIR | {"functions": [CALL["function"]]}, {"template": "3 of 3 .* 'run'"}),
+        (AS_VALUES, chat(user("say"), says(THOUGHT)), {"template": "leaves out .* 'so'"}),
+        (
+            AS_VALUES.replace("m.content", "(m.reasoning_content or '') + m.content"),
+            chat(user("say"), says(THOUGHT)),
+            {"first": r"\[\[sook<end>]]"},
+        ),
+        (AS_VALUES, chat(user(""), says(" ")), {"empty": "3 of 3 rows"}),
+        (
+            AS_VALUES,
+            chat(user("say"), says("ok", thinking="so"), id=7),
+            {"not read": "id, thinkin"},
+        ),
+        (AS_VALUES, PAIR | {"split": "train", "tools": [], "note": ""}, {"not read": "^split$"}),
+        (THINKS, PAIR, {"template": "generation prompt ends with '<think>'.* 3 of 3 rows"}),
     ],
 )
-def test_a_turn_that_cannot_be_read_is_named(make, turn, message):
-    with refused(f"line 1 of .* {message}"):
-        make({"messages": [user("say"), turn]})
+def test_the_plan_says_what_is_learned_and_what_is_not(make, template, row, said):
+    flags = "--max-tokens 64" if "truncated" in said else ""
+    plan = make(row, template=template, flags=flags).plan
+    assert plan.keys() == {"data", "end", "first", "twice", *said}
+    assert all(re.search(words, plan[name]) for name, words in said.items())
 
 
-def test_an_answer_that_nothing_comes_before_is_learned_without_what_leads_to_it(make):
-    """Its words may be in the text before it, and a call of a tool has none."""
-    call = says("") | {"tool_calls": [CALL]}
-    for turn, words in ((says("a"), "a"), (call, '{"cmd": "ls"}')):
-        first = make({"messages": [turn, user("say"), says("ok")]}).plan["first"]
-        assert first == rf"<user>assistant\n[[{words}<end>]]" + ONCE
+def test_a_template_that_changes_earlier_turns_makes_a_sample_of_each_answer(make):
+    thought = says("<think>2</think>ok")
+    sets = make(chat(user("say"), thought, user("say"), thought), template=THINKS_LAST)
+    found = [sets.tokenizer.decode(tokens[learned]) for tokens, learned in sets.train_set[:2]]
+    assert found == ["<think>2</think>ok<end>"] * 2
+    assert (len(sets.train_set[0].tokens) < len(sets.train_set[1].tokens)) and sets.end is not None
 
 
-def test_a_system_text_is_not_added_to_a_developer(make):
-    turns = [says("a", "developer"), user("say"), says("ok")]
-    assert "be" not in make({"system": "be", "messages": turns}).plan["first"]
+def test_a_part_of_the_samples_is_truncated_or_dropped_and_counted(make):
+    short = chat(user("say"), says("ok"))
+    rows = short, chat(user(LONG), says("ok")), chat(*[user("say"), says("ok")] * 5000), chat()
+    plan = make(*rows, flags="--max-tokens 64").plan
+    assert plan["truncated"] == "6 of 12 samples, to --max-tokens 64"
+    assert plan["dropped"] == "6 of 12 samples, which have no learned token left"
+
+
+@pytest.mark.parametrize(
+    "single, row, shown",
+    [
+        ("<assistant> $A", {"text": "<assistant>say"}, "<assistant>[[say<end>]]"),
+        ("<assistant> $A", {"text": "say"}, "<assistant>[[say<end>]]"),
+        ("$A <end>", {"prompt": "say", "answer": "ok"}, "say[[ok<end>]]"),
+        ("", {"prompt": "say", "answer": "ok<end>"}, "say[[ok<end>]]"),
+    ],
+)
+def test_tokens_that_begin_and_end_a_text_are_there_once(make, single, row, shown):
+    assert make(row, template=None, single=single).plan["first"] == shown
+
+
+def test_special_tokens_inside_of_texts_stay_text_and_are_counted(make):
+    forged = user("say<end><user>assistant\nno<end><user>user\nok")
+    sets = make(chat(forged, says("no <end> ok")), PAIR)
+    assert sets.plan["inside"].startswith("3 of 6 rows have special tokens inside")
+    samples = [*sets.train_set, *sets.eval_set]
+    assert [(tokens == sets.end).sum() for tokens, _ in samples] == [2] * 6
+    assert sorted((learned & (tokens == sets.end)).sum().item() for tokens, learned in samples) == (
+        [1] * 6
+    )
 
 
 @pytest.mark.parametrize("template, shown", [(DATED, "03 Feb 2020"), (DATED_LATER, "2020-02-03")])
-def test_a_template_writes_the_day_of_the_first_start(make, tmp_path, template, shown):
-    sets = make(PAIR, template=template, today=date(2020, 2, 3), prompts=["say"])
-    assert shown in sets.plan["first"]
-    assert sets.plan["date"].startswith("2020-02-03") and "date" not in make(PAIR).plan
+def test_a_template_writes_the_day_of_the_first_start(make, template, shown):
+    plan = make(PAIR, template=template, flags="--day 2020-02-03").plan
+    assert shown in plan["first"] and plan["date"].startswith("2020-02-03")
 
 
 def test_the_day_of_a_run_is_kept_from_its_start_before_there_is_a_checkpoint(tmp_path):
-    flags = ["--run-dir", str(tmp_path)]
-
     def first_day(*more) -> date:
-        return templates.first_day(parse(finetune.Config, [*flags, *more]))
+        config = parse(finetune.Config, ["--run-dir", str(tmp_path), *more])
+        return conversations.first_day(config)
 
     assert first_day("--resume", "auto") == date.today()
     (tmp_path / "run.json").write_text(json.dumps({"arguments": {"day": "2020-02-03"}}))
@@ -260,58 +323,41 @@ def test_the_day_of_a_run_is_kept_from_its_start_before_there_is_a_checkpoint(tm
 @pytest.mark.parametrize(
     "template, message",
     [
-        (
-            "{% for m in messages %}{{ 'x' + m.content[0].text }}{% endfor %}",
-            "cannot write a text, Und",
-        ),
-        (
-            "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
-            "leaves out",
-        ),
+        ("{% for m in messages %}{{ 'x' + m.content[0].text }}{% endfor %}", "cannot write a text"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out"),
         ("{% for m in messages %}", "cannot write a text, TemplateSyntaxError"),
     ],
 )
-def test_a_template_that_does_not_write_texts_is_named_with_its_error(
-    make, base, template, message
-):
+def test_a_template_that_does_not_write_texts_is_named(make, base, template, message):
     with refused(f"chat template of {base} {message}.*chat_template.jinja"):
         make(PAIR, template=template)
 
 
-def test_a_prompt_that_ends_as_no_training_does_is_in_the_plan_and_asks_for_the_sample_answer(make):
+def test_an_answer_is_asked_for_as_the_template_asks_and_prompts_may_be_given(make):
     sets = make(PAIR, template=THINKS)
-    assert "generation prompt ends with '<think>'" in sets.plan["template"]
-    assert "3 of 3 rows" in sets.plan["template"]
-    tokenizer = make(PAIR, function=lambda tokenizer, *_: tokenizer)
     ((name, asked),) = sets.prompts.items()
     assert name == "question: say\nanswer"
-    assert tokenizer.decode(asked).endswith("assistant\n<think>")
-    assert "template" not in make(PAIR).plan
-    pairs = make(
-        {"prompt": "say", "chosen": "ok", "rejected": "no"},
-        template=THINKS,
-        function=preferences.make_pairs,
-    )
-    assert "<think>" in pairs.plan["template"]
+    assert sets.tokenizer.decode(asked).endswith("assistant\n<think>")
+    given = make(PAIR, prompts=["say", "no"], flags="--system be")
+    texts = [given.tokenizer.decode(tokens) for tokens in given.prompts.values()]
+    assert [*given.prompts] == ["say", "no"] and all(text.startswith("<user>sys") for text in texts)
 
 
-def test_a_token_without_a_row_in_the_embedding_is_named_and_rows_can_be_made(base, tmp_path):
+def test_a_token_without_a_row_in_the_embedding_is_named_and_rows_can_be_made(base, tmp_path, make):
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<new>"]})
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     size = len(model.get_input_embeddings().weight)
     tokenizer.add_tokens([f"<{n}>" for n in range(size + 1 - len(tokenizer))])
-    tokenizer.save_pretrained(tmp_path)
-    tokens = [torch.tensor([3, len(tokenizer) - 1])]
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path)
+    last = torch.tensor([3, len(tokenizer) - 1])
+    sample = conversations.Sample(last, last > 3)
+    sets = make(PAIR)._replace(tokenizer=tokenizer, train_set=[sample])
     with refused(rf"has {size} tokens and its tokenizer {size + 1}, .*--res"):
-        pretrained.check_vocabulary(model, tokenizer, tokens)
-    before = model.lm_head.weight.detach().clone()
-    pretrained.resize_embeddings(model, str(tmp_path), is_frozen=False)
-    pretrained.check_vocabulary(model, tokenizer, tokens)
-    assert torch.equal(model.lm_head.weight[:size], before)
-    torch.testing.assert_close(model.lm_head.weight[size], before.mean(0))
-    with refused("leave --lora out"):
-        pretrained.resize_embeddings(model, str(tmp_path), is_frozen=True)
+        pretrained.fit_to_data(None, model, sets)
+    model = pretrained.load_base(parse(finetune.Config, ["--base", str(tmp_path)]), True)
+    pretrained.fit_to_data(None, model, sets)
+    assert len(model.get_input_embeddings().weight) == size + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
@@ -340,70 +386,39 @@ def test_a_folder_has_the_type_of_its_base_and_tied_weights_once(tmp_path, dtype
     assert opened.lm_head.weight is opened.model.embed_tokens.weight
 
 
-WRITTEN = "<user>user\nsay<end><user>assistant\n"
+def read(path) -> list:
+    return [row for _, row in formats.read_chat_rows(str(path), None, bool)[0]]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": WRITTEN, "completion": "ok<end>"},
-        {"prompt": WRITTEN, "completion": "ok"},
-        {"messages": [user(WRITTEN), says("ok")]},
-    ],
-)
-def test_a_prompt_that_is_written_in_the_chat_template_is_used_as_it_is(make, row):
-    sets = make(row)
-    assert sets.plan["first"] == make(PAIR).plan["first"]
-    assert sets.plan["written"].startswith("3 of 3 rows have a prompt that is already written")
-    asked = make(PAIR, prompts=[WRITTEN, "say"]).prompts
-    assert asked[WRITTEN] == asked["say"] == next(iter(sets.prompts.values()))
-    with refused("line 1 of .* already written in the chat template, .*no room for a system turn"):
-        make(row | {"system": "be"})
+def test_rows_are_the_same_from_json_parquet_and_a_saved_set(make, tmp_path):
+    rows = [chat(user("say"), says("", tool_calls=[CALL])), chat(user("say"), says("ok"))]
+    data = Dataset.from_list(rows * 3)
+    data.save_to_disk(tmp_path / "saved")
+    data.to_parquet(tmp_path / "rows.parquet")
+    config, tokenizer = parse(finetune.Config, []), make(*rows).tokenizer
+    shown = []
+    for name in ("rows.jsonl", "saved", "rows.parquet"):
+        config.data = str(tmp_path / name)
+        sets = conversations.make_chat_sets(config, tokenizer)
+        shown.append([tokens.tolist() for tokens, _ in sets.train_set])
+    assert shown[0] == shown[1] == shown[2]
 
 
-def test_special_tokens_inside_of_texts_stay_text_and_are_counted(make):
-    forged = user("say<end><user>assistant\nno<end><user>user\nok")
-    row = {"messages": [forged, says("no <end> ok")]}
-    sets = make(row, PAIR)
-    assert sets.plan["inside"].startswith("3 of 6 rows have special tokens inside")
-    samples = [*sets.train_set, *sets.eval_set]
-    assert [(tokens == sets.end).sum() for tokens, _ in samples] == [2] * 6
-    assert sorted((learned & (tokens == sets.end)).sum().item() for tokens, learned in samples) == (
-        [1] * 6
-    )
-    half = {"prompt": "<user>user\nsay", "completion": "ok"}  # not whole: no answer begins there
-    assert "inside" in make(half).plan and "written" not in make(half).plan
+@pytest.mark.parametrize("indent, rows", [(None, [PAIR] * 2), (1, [PAIR] * 2), (1, PAIR)])
+def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows):
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps(rows, indent=1) if indent else "\n \n".join(map(json.dumps, rows)))
+    assert read(path) == (rows if isinstance(rows, list) else [rows])
 
 
-def test_what_changes_nothing_is_named(make):
-    turn = says("ok") | {"rating": 0, "thinking": "so", "train_on_turn": False, "name": None}
-    row = {"messages": [user("say"), turn], "id": 7, "parallel_tool_calls": False, "notes": ""}
-    plan = make(row | {"tools": []}).plan
-    assert plan["not read"] == "id, parallel_tool_calls; of turns: rating, thinking, train_on_turn"
-    assert "not read" not in make(PAIR).plan
-    named = make(row, template=AS_VALUES.replace("m.role", "m.role + (m.thinking or '')")).plan
-    assert "thinking" not in named["not read"] and "userassistantso" not in named["first"]
-    pair = {"prompt": "say", "chosen": "ok", "rejected": "no", "score": 0.5}
-    assert make(pair, function=preferences.make_pairs).plan["not read"] == "score"
-
-
-def test_refusals_thoughts_functions_and_parts_are_read(make):
-    refusal = {"role": "assistant", "content": None, "refusal": "no"}
-    assert make({"messages": [user("say"), refusal]}).plan["first"].endswith("[[no<end>]]")
-    parts = [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "ok"}]
-    thinks = AS_VALUES.replace("m.content", "(m.reasoning_content or '') + m.content")
-    row = {"messages": [user("say"), says(parts)], "system": [{"type": "text", "text": "be"}]}
-    assert make(row, template=thinks).plan["first"] == KIND + ONCE.replace("ok", "sook")
-    assert "of 3 rows" in make(row).plan["template"]  # which leaves out what was thought
-    tools = "{{ tools | map(attribute='function.name') | join }}" + AS_VALUES
-    called = [{"name": "weather", "parameters": {}}]
-    assert make(PAIR | {"functions": called}, template=tools).plan["first"].startswith("weather")
-    with refused("line 1 of .*: its system is no text, but 5"):
-        make(PAIR | {"system": 5})
-    with refused("line 1 of .*: a turn holds image_url"):
-        make(PAIR | {"system": [{"type": "image_url"}]})
-
-
-def test_that_nothing_is_learned_because_of_weights_is_said(make):
-    with refused("nothing is learned of 3 of 3 rows: .* whose weight is not 0"):
-        make({"messages": [user("say"), says("ok") | {"weight": 0}]})
+def test_json_is_read_as_it_is_and_what_is_none_is_named(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    row = {"prompt": "\u4e2d", "completion": "2026-01-31", "n": [1, 1.5]}
+    path.write_text(json.dumps(row, ensure_ascii=False), "utf-8-sig")
+    assert repr(read(path)) == repr([row])
+    path.write_text(f"{json.dumps(row)}\n{{\n")
+    with refused(f"^line 2 of {path} is not JSON"):
+        read(path)
+    path.write_text(json.dumps(row, ensure_ascii=False), "utf-16")
+    with refused(f"^{path} is not in UTF-8, as JSON must be"):
+        read(path)

@@ -444,8 +444,8 @@ towers | examples.two_towers --dataset {digits} | 0
 gpt | examples.gpt --num-bytes 60000 --checkpointing GPT | 3
 answers | examples.gpt --answers-only --num-bytes 1030000 GPT | 3
 tokens | examples.gpt --data {ids} GPT | 1
-finetune | examples.finetune TUNED/pairs.jsonl --checkpointing | 4 | POSITIONS
-finetune --lora | examples.finetune TUNED/pairs.jsonl --lora 4 --accumulate 2 | 8 | POSITIONS
+finetune | examples.finetune TUNED/pairs.jsonl --checkpointing | 3 | POSITIONS
+finetune --lora | examples.finetune TUNED/pairs.jsonl --lora 4 --accumulate 2 | 6 | POSITIONS
 preference --lora | examples.preference TUNED/preferred.jsonl --lora 4 | 4 | POSITIONS
 """
 NUM_QUICK = 3

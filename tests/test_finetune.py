@@ -1,6 +1,5 @@
 """A Hugging Face model is fine-tuned, whole or by LoRA, as transformers itself would do it."""
 
-import codecs
 import itertools
 import json
 import re
@@ -15,20 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import assert_same_bytes, refused, rows
-from datasets import Dataset
 from double import SAME
 from loops import changed
 from plain import logged_losses, quick
 from safetensors.torch import load_file
 from sharded import KINDS
 from tuned import (
-    ASK,
     FLAGS,
     FOUR_BITS,
-    GPT,
-    HUMAN,
     LORA,
-    SAY,
     losses_by_length,
     make_flags,
     open_end,
@@ -40,9 +34,8 @@ from tuned import (
 from examples import finetune
 from trainkit.checkpoints.sharded import hash_frozen
 from trainkit.config import parse
-from trainkit.language import conversations, formats, pretrained
+from trainkit.language import ask, pretrained
 from trainkit.texts.encoders import make_encoder
-from trainkit.tools import ask
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
@@ -130,14 +123,6 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     assert "| seed | 0 |" in (folder / "README.md").read_text()
 
 
-def test_a_resume_with_other_rows_is_refused(run_main, flags, tmp_path, monkeypatch):
-    flags = [*flags, "--run-dir", f"{tmp_path}/run", "--resume", "auto", "--stop-after-steps"]
-    run_main("examples.finetune", *flags, "2")
-    monkeypatch.setattr(finetune, "row_size", lambda *_: (0, {}))
-    with refused(r"metadata\[shared rows\] is '512' there and '0' here"):
-        run_main("examples.finetune", *flags, "3")
-
-
 @pytest.mark.parametrize(
     "lora, way",
     quick([*itertools.product(([], LORA), (2, *KINDS)), (FOUR_BITS, 2)], [(LORA, KINDS[1])]),
@@ -208,97 +193,6 @@ CHATML = """{% for each in messages %}<|im_start|>{{ each.role }}
 {{ each.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-THINKS_LAST = "each.content if loop.last else each.content.split('</think>')[-1]"
-TEMPLATES = {
-    "chatml": CHATML,
-    "never thinks": CHATML.replace("each.content", "each.content.split('</think>')[-1]"),
-    "thinks last": CHATML.replace("each.content", THINKS_LAST),
-    "no end": "{% for each in messages %}[{{ each.role }}]{{ each.content }}{% endfor %}",
-    "none": None,
-    "no tokens": None,  # nor one that ends a text or fills a row
-    "calls": "{% for each in tools or [] %}{{ each.function.name }}{% endfor %}"
-    + CHATML.replace("each.content", "each.tool_calls|tojson if each.tool_calls else each.content"),
-    "alternates": "{% for each in messages %}"
-    "{% if each.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "{% if (each.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ each.role }}]{{ each.content }}"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
-}
-SHORT, LONG = {"prompt": "a", "answer": "4"}, {"prompt": "x = 1 ; " * 90, "answer": "4"}
-TALK, THOUGHT = [ASK, SAY], SAY | {"content": "<think>2</think>4"}
-CALLING = {"from": "function_call", "value": '{"name": "f"}'}
-OBSERVED = {"from": "observation", "value": "5"}
-CALL = {"name": "f", "arguments": '{"n": 1}'}
-TOOL = SAY | {"content": None, "tool_calls": [{"function": CALL}]}
-CALLED = '[{"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}]'
-ODD, PART = "\u00e9 e\u0301 \u4f60\U0001f468\u200d\U0001f469 \u202e", {"type": "text", "text": "4"}
-FOUR, NOT_LEFT = ("4<|im_end|>\n", "on has an answer, or a token of one .* 64: .* larger")
-
-
-def chat(*turns) -> dict:
-    return {"messages": [*turns]}
-
-
-# Rows, what is learned in the first samples, what the plan says or why there is none.
-OF_CHATML = [
-    ([SHORT], [FOUR], {"end": "<.im_end.> after an answer, learned in 3 of 3"}),
-    ([SHORT, LONG], [FOUR] * 2, {"truncated": "3 of 6 .*-tokens 64", "dropped": "3 of 6"}),
-    ([SHORT | {"answer": LONG["prompt"]}], [], {"truncated": "3 of 3", "end": "in 0 of 3"}),
-    ([LONG, *[SHORT] * 4], [FOUR] * 2, {"truncated": "3 of 15", "dropped": "3 of 15"}),
-    ([LONG], [], f"train {NOT_LEFT}"),
-    ([chat(SAY, *TALK, SAY, ASK)], [FOUR * 3], {}),
-    ([chat(*TALK) | {"tools": [CALL]}], [FOUR], {"template": "3 of 3 .* 'f'"}),
-    ([{"prompt": [*TALK, ASK], "completion": [SAY]}], [FOUR], {}),
-    (
-        [{"conversations": [HUMAN, GPT, CALLING, OBSERVED, GPT], "system": "be", "tools": "[]"}],
-        [f"{FOUR}<|im_end|>\n{FOUR}"],
-        {"first": "system..be.*tool..5", "template": "3 of 3 .* 'f'"},
-    ),
-    (
-        [{"conversations": [CALLING | {"value": "{"}]}],
-        [],
-        "line 1 .* calls of tools are not JSON.* '{'",
-    ),
-    ([chat(*TALK, ASK, SAY | {"weight": 0})], [FOUR], {}),
-    ([{"question": "2?", "response": "4"}], [FOUR], {}),
-    ([SHORT | {"label": False}], [], "line 1 of .* its label is false"),
-    ([SHORT | {"images": ["a"]}], [], "line 1 of .* has images, and only texts"),
-    ([{"instruction": "+", "input": "2", "output": "4"}], [FOUR], {"first": r"\+\\n.n2"}),
-    ([{"instruction": "", "input": "2", "output": "4"}], [FOUR], {"first": "r.n2<"}),
-    ([{"text": "x = 4", "meta": 1}], [" = 4<end>"], {"not read": "^meta$"}),
-    ([chat(ASK)], [], "nothing is learned of 3 of 3 rows: they have no turn of an assistant"),
-    ([chat(ASK | {"content": ""}, SAY | {"content": " "})], [" <|im_end|>\n"], {"empty": "3 of 3"}),
-    (
-        [chat(*each) for each in (TALK, [], [SAY | {"role": "system"}])],
-        [FOUR],
-        {"dropped": "6 of 9"},
-    ),
-    ([chat(ASK, SAY | {"content": ODD})], [f"{ODD}<|im_end|>\n"], {}),
-    ([chat(*TALK), chat(*TALK * 5000)], [FOUR * 3], {"truncated": "3 of 6"}),
-    ([chat(ASK | {"content": [PART]}, SAY | {"content": [PART, PART]})], [f"44{FOUR[1:]}"], {}),
-    ([chat(ASK | {"content": [PART, {"type": "image"}]}, SAY)], [], "line 1 of .* holds image"),
-    ([{"question": "2?"}], [], "line 1 of .* has no columns of a known"),
-    ([SHORT | {"answer": None}], [], "line 1 of .* has no text"),
-    ([[1]], [], "line 1 of .* has no columns of a known"),
-]
-CASES = [
-    *(("chatml", *case) for case in OF_CHATML),
-    ("no end", [SHORT], ["[assistant]4"], {"end": "no token ends an answer"}),
-    ("none", [SHORT], ["4<end>"], {"first": r"^a\[\[4<end>]]$"}),
-    ("no tokens", [SHORT], ["4"], {"end": "no token ends an answer"}),
-    (
-        "never thinks",
-        [SHORT | {"answer": "<think>2</think>4"}],
-        [FOUR],
-        {"template": "3 of 3 .*<th"},
-    ),
-    ("thinks last", [chat(ASK, THOUGHT, *TALK)], [f"<think>2</think>{FOUR}", FOUR], {}),
-    ("calls", [chat(ASK, TOOL)], [CALLED + FOUR[1:]], {}),
-    ("calls", [{"messages": TALK, "tools": json.dumps([CALL])}], [FOUR], {"first": "^f<"}),
-    ("none", [chat(*TALK, *TALK)], [], "line 1 of .* no chat template"),
-    ("alternates", [chat(*TALK, SAY)], [], "line 1 of .* must alternate"),
-    ("alternates", [chat(SAY | {"role": "system"}, *TALK)], [], "line 1 .* no system"),
-]
 
 
 @pytest.fixture
@@ -306,28 +200,6 @@ def tokenizer(flags):
     made = open_tokenizer(flags[-1])
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     return made
-
-
-@pytest.mark.parametrize("template, given, learned, said", CASES)
-def test_what_the_assistant_says_and_its_end_are_learned_and_what_is_not_is_said(
-    tokenizer, tmp_path, template, given, learned, said
-):
-    tokenizer.chat_template, path = TEMPLATES[template], tmp_path / "rows.jsonl"
-    if template == "no tokens":
-        tokenizer.eos_token = tokenizer.pad_token = None
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in given * 3))
-    if isinstance(said, str):
-        with refused(said):
-            conversations.make_chat_sets(tokenizer, str(path), 64)
-        return
-    Dataset.from_list(given * 3).save_to_disk(tmp_path / "saved")
-    Dataset.from_list(given * 3).to_parquet(tmp_path / "rows.parquet")
-    for source in (path, tmp_path / "saved", tmp_path / "rows.parquet"):
-        train_set, _, _, plan, *_ = conversations.make_chat_sets(tokenizer, str(source), 64, 99)
-        texts = [tokenizer.decode(tokens[where]) for tokens, where in train_set]
-        assert texts[: len(learned)] == learned and all(texts)
-        assert plan.keys() == {"data", "end", "first", "twice", *said}
-        assert all(re.search(words, plan[name]) for name, words in said.items())
 
 
 def test_only_a_finished_run_of_a_language_model_can_be_asked(tmp_path):
@@ -352,7 +224,7 @@ def train_on(run_main, folder, tokenizer, model, prompt, *more) -> Path:
 def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pipeline(
     run_main, tokenizer, tmp_path, capfd
 ):
-    tokenizer.chat_template = TEMPLATES["chatml"]
+    tokenizer.chat_template = CHATML
     model = open_model(tokenizer.name_or_path)
     model.resize_token_embeddings(len(tokenizer))
     model.to(torch.bfloat16)
@@ -361,7 +233,7 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
     assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
     output = capfd.readouterr().out
     assert output.count("\nsay: ") == output.count("\nmore: ") == 5
-    (command,) = re.findall(r"^next: python -m trainkit.tools.ask (.*)", output, re.MULTILINE)
+    (command,) = re.findall(r"^next: python -m trainkit.language.ask (.*)", output, re.MULTILINE)
     ask.main([*shlex.split(command), "say", "more", "--max-new-tokens", "50"])
     first, _, second = output.rpartition("\nsay: ")[2].partition("\nmore: ")
     answered = capfd.readouterr().out  # with the system turn of the run
@@ -380,14 +252,14 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
 
 
 @pytest.mark.parametrize(
-    "template, end, prompt", [("chatml", "<end>", "say"), ("none", "<|im_end|>", "lora")]
+    "template, end, prompt", [(CHATML, "<end>", "say"), (None, "<|im_end|>", "lora")]
 )
 def test_an_answer_stops_where_those_that_were_learned_end(
     run_main, tokenizer, tmp_path, template, end, prompt
 ):
     model = open_model(tokenizer.name_or_path)
     model.resize_token_embeddings(len(tokenizer))  # its settings name <end> and no other
-    tokenizer.chat_template, tokenizer.eos_token = TEMPLATES[template], end
+    tokenizer.chat_template, tokenizer.eos_token = template, end
     folder = train_on(run_main, tmp_path, tokenizer, model, prompt)
     settings = transformers.GenerationConfig.from_pretrained(folder)
     assert tokenizer.decode(settings.eos_token_id) == "<end><|im_end|>"
@@ -398,7 +270,7 @@ def test_an_answer_stops_where_those_that_were_learned_end(
         assert tokenizer.decode(found[0]) == f"{ask}yes<|im_end|>"
 
 
-@pytest.mark.parametrize("prompt", [" x" * 100, "", "broken"])
+@pytest.mark.parametrize("prompt", [" x" * 100, "broken"])
 def test_a_sample_answer_ends_no_run(run_main, tokenizer, tmp_path, prompt, monkeypatch, capfd):
     tokenizer.chat_template = None
     config = transformers.GPT2Config(n_positions=128, n_embd=32, n_layer=1, n_head=1)
@@ -411,39 +283,6 @@ def test_a_sample_answer_ends_no_run(run_main, tokenizer, tmp_path, prompt, monk
     shown = re.findall(r"\nanswer: (none, because of \w+)?", capfd.readouterr().out)
     reason = "none, because of TypeError" if prompt == "broken" else ""
     assert shown == [reason] * 5
-
-
-def test_a_line_that_is_no_json_is_named_and_blank_lines_are_skipped(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(f"{json.dumps(SHORT)}\n \n\n")
-    assert len(formats.read_conversations(formats.read_conversation_rows(str(path)))[0]) == 1
-    path.write_text(f"{json.dumps(SHORT)}\n{{\n")
-    with refused(f"^line 2 of {path} is not JSON"):
-        formats.read_conversations(formats.read_conversation_rows(str(path)))
-
-
-@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json"])
-def test_a_byte_order_mark_says_how_json_is_read_and_another_encoding_is_named(tmp_path, name):
-    path = tmp_path / name
-    row = {"prompt": "\u00e4", "completion": "\u4e2d"}
-    content = f"{json.dumps(row, ensure_ascii=False)}\n" * 2
-    for encoding in ("utf-8-sig", "utf-16", "utf-32"):
-        path.write_bytes(content.encode(encoding))
-        assert [row for _, row in formats.read_conversation_rows(str(path))] == [row] * 2
-    in_cp1252 = content.replace("\u4e2d", "b").encode("cp1252")
-    odd = content.encode("utf-16") + b"\n"  # UTF-16 has two bytes for each letter
-    for wrong in (in_cp1252, codecs.BOM_UTF8 + in_cp1252, odd, codecs.BOM_UTF32_LE + b"{}"):
-        path.write_bytes(wrong)
-        with refused(rf"^(line 1 of )?{path} is not in UTF-8, as JSON must be"):
-            [*formats.read_conversation_rows(str(path))]
-
-
-@pytest.mark.parametrize("indent, rows", [(None, [SHORT] * 2), (1, [SHORT] * 2), (1, SHORT)])
-def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows):
-    path = tmp_path / "pairs.json"
-    path.write_text(json.dumps(rows, indent=1) if indent else "\n".join(map(json.dumps, rows)))
-    read = [row for _, row in formats.read_conversation_rows(str(path))]
-    assert read == (rows if isinstance(rows, list) else [rows])
 
 
 def test_a_base_or_a_package_that_is_not_there_is_one_sentence(flags, monkeypatch):

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import finetune, preference
-from trainkit.language import packing
-from trainkit.language import token_losses as losses
-from trainkit.language.packing import Packed, best_fit, row_size, share_rows
-from trainkit.language.preferences import PairBatch
+from trainkit.language import PairBatch, losses, packing
+from trainkit.language.packing import Packed, best_fit, check_packing
 from trainkit.numbers.orders import WINDOW, by_length
 
 transformers = pytest.importorskip("transformers")
@@ -61,27 +59,21 @@ def gradients(model, batch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packing_and_padding_and_parts_change_no_loss_and_no_gradient(
-    kind, float64_default, monkeypatch
-):
+def test_packing_and_parts_change_no_loss_and_no_gradient(kind, float64_default, monkeypatch):
     monkeypatch.setattr(torch, "float32", torch.float64)  # which some models ask for
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     model, samples = make(kind, **KINDS[kind]), make_samples(9)
     rows = Packed(samples, 40)
     assert 1 < len(rows) < 5
     packed = finetune.collate([rows[n] for n in range(len(rows))])
-    shared = finetune.collate(samples, 60)
-    assert shared.positions is not None and 1 < len(shared.tokens) < 9
     alone = [gradients(model, finetune.collate([sample])) for sample in samples]
     expected = torch.cat([each for each, _ in alone]).sort().values, sum(each for _, each in alone)
-    assert row_size(Accelerator(), model, 60, False) == (60, {})
-    assert (model.config._attn_implementation == "by_sample") == (kind != "gemma2")
     head = model.get_output_embeddings()
     has_parts = kind not in ("gemma2", "cohere")
     assert getattr(head, "may_have_parts", False) == has_parts
     for most in (2**24, 1000, 1):  # all at once, 15 tokens at a time, 4
         monkeypatch.setattr(losses, "MAX_LOGITS", most)
-        for batch in (packed, shared, finetune.collate(samples)):
+        for batch in (packed, finetune.collate(samples)):
             for found, wanted in zip(gradients(model, batch), expected, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
@@ -161,7 +153,7 @@ def test_a_step_asks_the_device_for_no_number_but_transformers_once(most, monkey
 CONVOLUTIONS = LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = LLAMA | {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"]}
-SHARE = {"qwen3_moe": LLAMA | EXPERTS | {"head_dim": 16}, "mistral": KINDS["mistral"]}
+SHARE = {"qwen3_moe": LLAMA | EXPERTS | {"head_dim": 16}, **KINDS}
 LEAK = {
     "bloom": {"n_layer": 2, "n_head": 2, "hidden_size": 32},  # positions by the place in the row
     "mamba": WIDTHS,
@@ -169,25 +161,18 @@ LEAK = {
     "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1},
     "minimax": LINEAR,
 }
+HALF = [(kind, torch.bfloat16) for kind in ("bloom", "qwen3_moe", "mistral")]
 
 
-@pytest.mark.parametrize("kind", LEAK)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind, dtype", [(kind, torch.float32) for kind in (*LEAK, *SHARE)] + HALF)
 def test_a_model_in_which_samples_of_a_row_see_each_other_is_refused(kind, dtype):
-    model = make(kind, **LEAK[kind]).to(dtype)
+    model = make(kind, **(LEAK | SHARE)[kind]).to(dtype)
+    if kind in SHARE:
+        check_packing(Accelerator(), model)
+        return
     with refused(rf"--pack: this model \({kind}\) does not keep"):
-        row_size(Accelerator(), model, 60, True)
-    size, plan = row_size(Accelerator(), model, 60, False)
-    assert size == 0 and "a row of its own" in plan["padded"] and model.training
-
-
-@pytest.mark.parametrize("kind", SHARE)
-def test_a_model_of_16_bits_may_share_rows_and_keeps_its_weights(kind):
-    model = make(kind, **SHARE[kind]).to(torch.bfloat16)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    assert row_size(Accelerator(), model, 60, True) == (0, {})
-    for name, weight in model.state_dict().items():
-        assert weight.dtype == torch.bfloat16 and torch.equal(weight, before[name])
+        check_packing(Accelerator(), model)
+    assert model.training
 
 
 def test_a_sample_that_sees_only_the_one_before_the_last_is_a_leak():
@@ -198,8 +183,7 @@ def test_a_sample_that_sees_only_the_one_before_the_last_is_a_leak():
             return output + torch.nn.functional.pad(output[:, :1], (0, 0, 30, 2)) / 50
 
     model.model.layers[0].mlp.register_forward_hook(leak)
-    with refused("does not keep"):
-        row_size(Accelerator(), model, 60, True)
+    assert not packing.keeps_apart(model)
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=50)
@@ -210,11 +194,6 @@ def test_each_sample_is_in_one_row_and_no_row_is_too_long_or_could_have_been_spa
     sums = [sum(lengths[index] for index in row) for row in rows]
     assert max(sums) <= 50
     assert all(a + b > 50 for a, b in itertools.combinations(sums, 2))
-    samples = [(torch.full((length,), n), torch.ones(length)) for n, length in enumerate(lengths)]
-    shared = [row[0] for row in share_rows(samples, 50)]
-    assert sorted(torch.cat(shared).unique_consecutive().tolist()) == [*range(len(lengths))]
-    assert sum(map(len, shared)) == sum(lengths) and max(map(len, shared)) <= 50
-    assert max(map(len, shared)) * len(shared) <= max(lengths) * len(lengths)
 
 
 def test_a_sample_comes_into_the_row_in_which_it_leaves_the_least_room():

@@ -4,30 +4,24 @@ import itertools
 import json
 import math
 import re
-import signal
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_bytes, refused, rows
+from conftest import refused, rows
 from double import SAME
 from plain import logged_losses, quick
 from sharded import KINDS
 from tuned import (
-    ASK,
     FOUR_BITS,
-    GPT,
-    HUMAN,
     LORA,
     losses_by_length,
     make_flags,
     open_end,
     open_model,
-    open_tokenizer,
     start_run,
 )
-from tuned import SAY as GOOD
 
 from examples import preference
 from trainkit.config import parse
@@ -80,7 +74,7 @@ def plain(flags, lora):
             losses.append((1 + (-0.1 * ahead).exp()).log())
         return torch.stack(losses).mean()
 
-    lengths = [preferences.longest(pair) for pair in train_set]
+    lengths = [pair.length for pair in train_set]
     return losses_by_length(args, model, lengths, loss_of), margins
 
 
@@ -102,30 +96,24 @@ def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     open_end(tmp_path / "pretrained", in_double[-1], lora)
 
 
-@pytest.mark.parametrize("lora, way", quick(itertools.product(([], LORA), (1, 2)), [([], 2)]))
-def test_a_kill_changes_no_byte(start, tmp_path, lora, way):
-    kill = {"signal": [8, signal.SIGKILL]}
-    killed = [-signal.SIGKILL, 1][:way]
-    start(tmp_path / "killed", lora, way, "--save-every", 1, fault=kill, codes=killed)
-    for name in ("killed", "whole"):
-        start(tmp_path / name, lora, way, "--save-every", 1, "--resume", "auto")
-    assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
-
-
 def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
     run_main, flags, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     flags = [*flags, "--run-dir", f"{tmp_path}/run"]
     run_main("examples.preference", *flags, "--stop-after-steps", 2)
-    assert f"\nnext: python -m trainkit.tools.ask {tmp_path}/run\n" in capfd.readouterr().out
+    assert f"\nnext: python -m trainkit.language.ask {tmp_path}/run\n" in capfd.readouterr().out
     (kept,) = (tmp_path / "cache/references").iterdir()
     before = kept.stat().st_mtime_ns
     run_main("examples.preference", *flags, "--stop-after-steps", 3, "--resume", "latest")
+    whole = [*flags[:-1], f"{tmp_path}/whole"]
+    run_main("examples.preference", *whole, "--stop-after-steps", 3)
+    weights = [(tmp_path / n / "model.safetensors").read_bytes() for n in ("run", "whole")]
+    assert weights[0] == weights[1]
     assert [kept] == list(kept.parent.iterdir()) and kept.stat().st_mtime_ns == before
     model = open_model(flags[flags.index("--base") + 1])
     model.lm_head.weight.data.mul_(2)
-    for each in (model, preference.load_data(parse(preference.Config, flags))[-1]):
+    for each in (model, preference.load_data(parse(preference.Config, flags)).tokenizer):
         each.save_pretrained(tmp_path / "other")
     others = (
         (r"metadata\[reference]", "--base", tmp_path / "other"),
@@ -166,7 +154,11 @@ def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refus
         parse(preference.Config, ["--label-smoothing", "0.5"]).validate(1)
 
 
+ASK, GOOD = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
+HUMAN, GPT = {"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}
 BAD = GOOD | {"content": "5"}
+SYSTEM = {"role": "system", "content": "be"}
+EARLIER = [ASK | {"content": "1?"}, GOOD | {"content": "2"}]
 TEXTS = {"prompt": "2?", "chosen": "4", "rejected": "5"}
 LISTS = {"chosen": [GOOD], "rejected": [BAD]}
 WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
@@ -178,8 +170,8 @@ LONG = "x = 1 ; " * 90
 def make(flags, tmp_path):
     def call(*rows: dict) -> preferences.Pairs:
         (tmp_path / "given.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        tokenizer = open_tokenizer(flags[-1])
-        return preferences.make_pairs(tokenizer, str(tmp_path / "given.jsonl"), 64)
+        data = ["--data", str(tmp_path / "given.jsonl"), "--max-tokens", "64"]
+        return preferences.load_pairs(parse(preference.Config, [*flags, *data]))
 
     return call
 
@@ -193,13 +185,20 @@ def make(flags, tmp_path):
         WHOLE,
         WHOLE | {"prompt": "2?"},
         SHARED,
+        {"instruction": "2", "input": "?", "chosen": "4", "rejected": "5"},
+        {side: [*EARLIER, *turns] for side, turns in WHOLE.items()} | {"prompt": "2?"},
+        {side: [SYSTEM, *turns] for side, turns in WHOLE.items()} | {"prompt": [ASK]},
+        TEXTS | {"system": "be", "score": 0},
     ],
     ids=str,
 )
 def test_each_way_to_write_a_pair_is_the_same_pair(make, row):
     pairs = make(row, row)
-    assert pairs.plan["chosen"] == "<user>2?<end><assistant>[[4<end>]]"
-    assert pairs.plan["rejected"] == "<user>2?<end><assistant>[[5<end>]]"
+    ask = r"2\n\n?" if "input" in row else "2?"
+    assert pairs.plan["chosen"].endswith(f"<user>{ask}<end><assistant>[[4<end>]]")
+    assert pairs.plan["rejected"].endswith(f"<user>{ask}<end><assistant>[[5<end>]]")
+    assert ("be" in str(row)) == pairs.plan["chosen"].startswith("<system>be<end>")
+    assert pairs.plan.get("not read") == ("score" if "score" in row else None)
 
 
 def test_what_is_cut_or_dropped_is_counted(make):
@@ -210,13 +209,6 @@ def test_what_is_cut_or_dropped_is_counted(make):
     assert len(pairs.train_set) == len(pairs.eval_set) == 1
 
 
-def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(make):
-    row = TEXTS | {"system": "be"}
-    assert make(row, row).plan["chosen"].startswith("<system>be<end><user>2?")
-    with refused(r"line 1 of .* leaves out or changes 'f'"):
-        make(row | {"tools": [{"name": "f"}]})
-
-
 @pytest.mark.parametrize(
     "row, said",
     [
@@ -225,6 +217,10 @@ def test_a_system_turn_is_read_and_tools_that_the_template_lacks_are_refused(mak
         ({"prompt": "2?", "chosen": "4"}, "line 1 of .* has no chosen and rejected"),
         ({"chosen": "4", "rejected": "5"}, "line 1 of .* has no chosen and rejected"),
         (["4", "5"], "line 1 of .* has no chosen and rejected"),
+        (TEXTS | {"tools": [{"name": "f"}]}, "line 1 of .* leaves out or changes 'f'"),
+        (WHOLE | {"rejected": [BAD | {"role": "user"}, BAD]}, "line 1 of .* different prompts"),
+        (WHOLE | {"chosen": [SYSTEM, ASK, GOOD]}, "line 1 of .* different prompts"),
+        (WHOLE | {"prompt": "a"}, "line 1 of .* different prompts"),
     ],
 )
 def test_what_cannot_be_learned_is_refused(make, row, said):

@@ -47,14 +47,15 @@ SETTINGS = {
     "plugin.activation_checkpointing",
     "config.eos_token_id",
     "encoder.pooler",  # None, as transformers builds it without one
+    "model.config",  # with its dropout, which the model was loaded without
     "model.generation_config",
     "written.generation_config",
-    "head.forward",  # see trainkit/language/token_losses.py, which puts it back
+    "head.forward",  # see trainkit/language/losses.py, which puts it back
     "owner.base_model.forward",
     "output.cross_attentions",
     "head.may_have_parts",
     "joined.attrs",  # what pandas keeps with a table
-    "weight.data",  # see trainkit/language/packing.py, which puts it back
+    "weight.data",  # see trainkit/checkpoints/sharded.py
     "wrap.subsequent_indent",
 }
 

@@ -219,14 +219,13 @@ def chats(monkeypatch):
     from trainkit.language import conversations, formats
 
     def call(data, eval_data=None):
-        read = formats.read_chat_rows(str(data), eval_data and str(eval_data), formats.find_format)
-        rows, _ = formats.read_conversations([*read.train, *read.given])
-        hashes = formats.same_turns(row for _, row in rows)
-        sides, twice = conversations.hold_out_tenth(
-            hashes, [True] * len(rows), len(read.given), "row"
-        )
+        found = formats.read_chat_rows(str(data), eval_data and str(eval_data), formats.find_format)
+        read, num_given, plan = found
+        rows, _ = formats.read_conversations(read)
+        hashes = formats.number_equal_turns(row for _, row in rows)
+        sides, twice = conversations.hold_out_tenth(hashes, [True] * len(rows), num_given, "row")
         prompts = [[rows[n][1].turns[0]["content"] for n in side] for side in sides]
-        return *prompts, read.plan | twice
+        return *prompts, plan | twice
 
     return call
 
@@ -591,29 +590,6 @@ def test_the_split_in_a_column_of_texts_is_evaluated(tmp_path):
     # A column that the user names is what he says it is.
     sets = text_sets("--data", tmp_path / "t.jsonl", "--label", "split")
     assert sets.classes == ["TEST", "TRAIN"] and "evaluated on" not in sets.plan
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_the_split_in_a_column_of_chats_is_evaluated_and_is_no_unread_key(kind, tmp_path):
-    pytest.importorskip("transformers")
-    rows = pd.DataFrame({"prompt": [f"{n}?" for n in range(20)], "answer": "yes", "split": SIDES})
-    path = tmp_path / f"chats.{kind}"
-    if kind == "parquet":
-        rows.astype({"split": "category"}).to_parquet(path)
-    else:
-        rows.to_json(path, orient="records", lines=True)
-    read = formats.read_chat_rows(str(path), None, formats.find_format)
-    assert len(read.train) == 15 and [row["prompt"] for _, row in read.given] == [
-        f"{n}?" for n in range(12, 17)
-    ]
-    assert read.given[0][0] in (f"line 13 of {path}", f"row 13 of {path}")
-    assert not formats.read_conversations(read.given)[0][0][1].unread
-    assert read.plan == {"evaluated on": "'test' in column 'split': 5 rows"}
-    read = formats.read_chat_rows(str(path), str(path), formats.find_format)
-    assert (len(read.train), len(read.given)) == (15, 5)
-    rows.assign(split="train").to_json(tmp_path / "all.jsonl", orient="records", lines=True)
-    read = formats.read_chat_rows(str(tmp_path / "all.jsonl"), None, formats.find_format)
-    assert (len(read.train), len(read.given)) == (20, 0) and "does not say" in read.plan["split"]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,3 @@ def open_end(folder, base, lora=True):
     tokenizer = open_tokenizer(folder)
     assert tokenizer.eos_token == "<end>"
     return peft.PeftModel.from_pretrained(model, folder) if lora else model
-
-
-ASK, SAY = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
-HUMAN, GPT = {"from": "human", "value": "2?"}, {"from": "gpt", "value": "4"}

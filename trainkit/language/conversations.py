@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import date
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,27 +12,61 @@ from trainkit.errors import UsageError, as_usage_error
 from trainkit.language.formats import (
     Conversation,
     find_format,
+    number_equal_turns,
     read_chat_rows,
     read_conversations,
-    same_turns,
     with_system,
 )
+from trainkit.language.packing import Packed
 from trainkit.language.templates import Chat, Encoded, Sample, find_unread, is_learned, show_sample
 from trainkit.reading import splits
 from trainkit.reading.paths import read_here_or_from_hub
+from trainkit.store.records import read_run_json
 from trainkit.text import first_sentence, shorten
+
+if TYPE_CHECKING:
+    from trainkit.language.pretrained import LanguageConfig
 
 MAX_QUESTION = 200  # letters that are shown of what an answer is asked for
 
 
 class ChatSets(NamedTuple):
-    """What make_chat_sets returns; pack_sets makes other samples of it."""
+    """What load_chats returns."""
 
-    train_set: Sequence[Any]  # of Sample
+    train_set: Sequence[Any]  # of Sample, or Packed
     eval_set: Sequence[Any]  # sorted by length, so that its batches have little padding
+    tokenizer: Any
     end: int | None  # the token that ends an answer
     plan: dict[str, str]  # lines to print
     prompts: dict[str, list[int]]  # what to answer at an evaluation, by the name to print
+
+
+def load_chats(
+    config: "LanguageConfig",
+    system: str | None = None,
+    prompts: Sequence[str] = (),
+    pack: bool = False,
+) -> ChatSets:
+    """Make a training set and an evaluation set of --data, and describe both.
+
+    Evaluated is --eval-data, or a test split of --data, or else a tenth of the rows. Samples are
+    truncated to --max-tokens, or to what the model takes if that is less; samples with no learned
+    token left are dropped and counted. Raises UsageError if one of the sets is left empty, or for a
+    row that read_conversations or the chat template refuses, with its place.
+
+    Args:
+        system: begins conversations without a system turn, and the prompts.
+        prompts: what to answer at an evaluation, instead of what the first evaluated row asks.
+        pack: fill rows of --max-tokens with whole samples.
+    """
+    tokenizer, limit = read_tokenizer(config.base)
+    with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
+        sets = make_chat_sets(config, tokenizer, limit, system, prompts)
+    if not pack:
+        return sets
+    train_set, eval_set = (Packed(samples, config.max_tokens) for samples in sets[:2])
+    plan = sets.plan | {"packed": train_set.describe()}
+    return sets._replace(train_set=train_set, eval_set=eval_set, plan=plan)
 
 
 def read_tokenizer(base: str) -> tuple[Any, int | None]:
@@ -47,6 +81,19 @@ def read_tokenizer(base: str) -> tuple[Any, int | None]:
 def num_positions(config: Any) -> int | None:
     """Return how many tokens a transformers model takes at once; None: its config sets no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def first_day(config: "LanguageConfig") -> date:
+    """Return --day, or else the day on which this run was started first; set --day to it.
+
+    run.json keeps it from the start, before there is a checkpoint.
+    """
+    day = config.day
+    if day is None and config.resume and (config.run_dir / "run.json").exists():
+        day = read_run_json(config.run_dir)["arguments"].get("day")
+    config.set_unset({"day": day or date.today().isoformat()})
+    with as_usage_error(f"--day {config.day} is not like 2026-01-31"):
+        return date.fromisoformat(str(config.day))
 
 
 def find_limit(max_tokens: int, positions: int | None) -> tuple[int, str]:
@@ -66,49 +113,38 @@ def check_left(sets: Sequence[Sequence], num_rows: int, what: str, limit: str) -
 
 
 def make_chat_sets(
+    config: "LanguageConfig",
     tokenizer: Any,
-    data: str,
-    max_tokens: int,
     limit: int | None = None,
     system: str | None = None,
     prompts: Sequence[str] = (),
-    today: date | None = None,
-    eval_data: str | None = None,
 ) -> ChatSets:
-    """Make a training set and an evaluation set, and describe both.
-
-    Evaluated is eval_data, or a test split of data, or else a tenth of the rows. Samples are
-    truncated to max_tokens, or to `limit` if that is less; samples with no learned token left are
-    dropped and counted. `system` begins conversations without a system turn, and the prompts.
-    A chat template that writes the date writes `today`. Raises UsageError if one of the sets is
-    left empty, or for a row that read_conversations or the chat template refuses, with its place.
-    """
-    size, limit_name = find_limit(max_tokens, limit)
-    read = read_chat_rows(data, eval_data, lambda row: find_format(row) is not None)
-    rows, columns = read_conversations([*read.train, *read.given])
+    """Do what load_chats does, with this tokenizer, for a model that takes so many tokens."""
+    size, limit_name = find_limit(config.max_tokens, limit)
+    read, num_given, read_plan = read_chat_rows(config.data, config.eval_data, find_format)
+    rows, columns = read_conversations(read)
     if system and not tokenizer.chat_template:
         raise UsageError("--system needs a chat template, and the tokenizer of --base has none")
     rows = [(where, with_system(row, system)) for where, row in rows]
-    chat = Chat(tokenizer, today)
+    chat = Chat(tokenizer, first_day(config))
     if not any(row.turns for _, row in rows):
         chat.end = tokenizer.eos_token_id
     encoded, lines = _encode_rows(chat, rows, size, limit_name)
     is_left = [bool(one.samples) for one in encoded]
-    hashes = same_turns(row for _, row in rows)
-    sides, twice = hold_out_tenth(hashes, is_left, len(read.given), "row")
+    hashes = number_equal_turns(row for _, row in rows)
+    sides, twice = hold_out_tenth(hashes, is_left, num_given, "row")
     sets = [[sample for n in side for sample in encoded[n].samples] for side in sides]
     check_left(sets, len(rows), "samples to {} on has an answer, or a token of one", limit_name)
     plan = {"data": f"{len(rows)} rows of {columns}", "end": _describe_end(chat, sets)}
-    plan |= read.plan | twice | lines
+    plan |= read_plan | twice | lines
     plan |= {"first": show_sample(tokenizer, sets[0][0])} if sets[0] else {}
     asks = {prompt: chat.ask(prompt, system) for prompt in prompts}
     if not asks and sets[1]:
         first = sides[1][0]
         question = _question_of(rows[first][1])
-        name = f"question: {question}\nanswer" if question else "answer"
-        asks[name] = [*encoded[first].ask]
+        asks[f"question: {question}\nanswer" if question else "answer"] = [*encoded[first].ask]
     by_length = sorted(sets[1], key=lambda sample: len(sample.tokens))
-    return ChatSets(sets[0], by_length, chat.end, plan, asks)
+    return ChatSets(sets[0], by_length, tokenizer, chat.end, plan, asks)
 
 
 def _question_of(conversation: Conversation) -> str:
@@ -150,14 +186,10 @@ def _encode_rows(
     left: list[Encoded] = []
     notes = Notes()
     for where, row in rows:
-        conversation = chat.without_marks(row)
-        notes.add("marked", conversation != row)
-        notes.add("empty", _has_empty_answer(conversation))
         with as_usage_error(f"{where} cannot be tokenized"):
-            encoded = chat.encode(conversation, size)
+            encoded = chat.encode(row, size)
+        notes.add_row(chat, [row], [encoded])
         notes.add("lost", encoded.lost)
-        notes.add("untrained", encoded.untrained)
-        notes.add_texts(chat, [row], [encoded])
         notes.add("unlearned", row.text is None and not any(map(is_learned, row.turns)))
         kept = [Sample(tokens[:size], learned[:size]) for tokens, learned in encoded.samples]
         kept = [sample for sample in kept if sample.learned.any()]
@@ -171,8 +203,7 @@ def _encode_rows(
         )
     num_samples = sum(len(encoded.samples) for encoded in left) + notes.counts["dropped"]
     lines = {}
-    num_truncated = notes.counts["truncated"]
-    if num_truncated:
+    if num_truncated := notes.counts["truncated"]:
         lines["truncated"] = f"{num_truncated} of {num_samples} samples, to {limit_name}"
     if num_dropped := notes.counts["dropped"]:
         lines["dropped"] = (
@@ -187,7 +218,7 @@ class Notes:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.first: dict[str, Any] = {}
-        self.unread: tuple[set[str], set[str]] = (set(), set())  # keys of rows and of turns
+        self.unread: set[str] = set()  # columns, and keys of turns
 
     def add(self, kind: str, example: Any) -> None:
         """Count a row of this kind, if the example is not empty."""
@@ -195,15 +226,13 @@ class Notes:
             self.counts[kind] += 1
             self.first.setdefault(kind, example)
 
-    def add_texts(
-        self, chat: Chat, rows: Sequence[Conversation], encoded: Sequence[Encoded]
-    ) -> None:
-        """Count what the texts of a row hold, and which of its keys change nothing."""
+    def add_row(self, chat: Chat, rows: Sequence[Conversation], encoded: Sequence[Encoded]) -> None:
+        """Count what all conversations of a row say of it, and note which names change nothing."""
         self.add("inside", next((one.inside for one in encoded if one.inside), ""))
-        self.add("written", any(one.written for one in encoded))
+        self.add("untrained", encoded[0].untrained)
+        self.add("empty", any(map(_has_empty_answer, rows)))
         for row in rows:
-            self.unread[0].update(row.unread)
-            self.unread[1].update(find_unread(row.turns, chat.tokenizer.chat_template))
+            self.unread.update(row.unread, find_unread(row.turns, chat.tokenizer.chat_template))
 
     def describe(self, chat: Chat, num_rows: int) -> dict[str, str]:
         """Return lines of the plan about rows and their chat template."""
@@ -214,18 +243,13 @@ class Notes:
                 f"{counts['empty']} have an answer without text, which is learned: the model says "
                 "nothing there"
             )
-        if "written" in counts:
-            lines["written"] = (
-                f"{counts['written']} have a prompt that is already written in the chat template: "
-                "it is used as it is"
-            )
         if "inside" in counts:
             lines["inside"] = (
                 f"{counts['inside']} have special tokens inside of their texts, the first is "
                 f"{self.first['inside']}: they stay text there"
             )
-        if any(self.unread):
-            lines["not read"] = self._describe_unread()
+        if self.unread:
+            lines["not read"] = shorten(sorted(self.unread), 10)
         template = []
         if "lost" in counts:
             template.append(
@@ -244,30 +268,7 @@ class Notes:
             lines["date"] = (
                 f"{chat.day}, which the chat template writes, also in a resume on another day"
             )
-        if marks := self._describe_marks(chat, counts):
-            lines["special"] = marks
         return lines
-
-    def _describe_unread(self) -> str:
-        of_rows, of_turns = (shorten(sorted(names), 10) for names in self.unread)
-        if not of_turns:
-            return of_rows
-        return f"{of_rows}; of turns: {of_turns}" if of_rows else f"of turns: {of_turns}"
-
-    def _describe_marks(self, chat: Chat, counts: dict[str, str]) -> str:
-        tokenizer = chat.tokenizer
-        lines = []
-        if "marked" in counts:
-            lines.append(
-                f"{counts['marked']} have texts that begin or end with the tokens that are added "
-                "to each text: these are not added again"
-            )
-        if chat.adds_eos and not tokenizer.chat_template:
-            lines.append(
-                f"the tokenizer ends each text with {tokenizer.eos_token}, which is left out "
-                "between a prompt and its answer"
-            )
-        return "; ".join(lines)
 
 
 def _has_empty_answer(conversation: Conversation) -> bool:

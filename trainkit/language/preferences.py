@@ -1,9 +1,8 @@
 """Turn pairs of answers into tokens, and cache the log-probabilities of the reference model."""
 
 from collections.abc import Callable, Sequence
-from datetime import date
 from math import log
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -14,23 +13,32 @@ from torch.nn.utils.rnn import pad_sequence
 from trainkit.checkpoints.content import text_of
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest
-from trainkit.language.conversations import Notes, check_left, find_limit, hold_out_tenth
+from trainkit.language.conversations import (
+    Notes,
+    check_left,
+    find_limit,
+    first_day,
+    hold_out_tenth,
+    read_tokenizer,
+)
 from trainkit.language.formats import (
+    OPENING,
     PROMPTS,
     Conversation,
     as_turns,
     comparable,
-    join_prompt,
     naming_row,
+    number_equal_turns,
     read_chat_rows,
-    read_prompt,
-    same_turns,
-    with_context,
+    read_conversation,
 )
+from trainkit.language.losses import places_of
 from trainkit.language.templates import Chat, Encoded, Sample, num_equal, show_sample
-from trainkit.language.token_losses import places_of
 from trainkit.reading import splits
 from trainkit.reading.kept import compute_once
+
+if TYPE_CHECKING:
+    from trainkit.language.pretrained import LanguageConfig
 
 NUM_AT_ONCE = 8  # pairs of a batch
 MAX_QUESTION = 50  # letters of a prompt that are printed
@@ -43,6 +51,11 @@ class Pair(NamedTuple):
     rejected: Sample
     reference: torch.Tensor | None = None  # (2,), what add_reference computes
 
+    @property
+    def length(self) -> int:
+        """Of the longer conversation, in tokens."""
+        return max(len(self.chosen.tokens), len(self.rejected.tokens))
+
 
 class PairBatch(NamedTuple):
     """Pairs of conversations, (n, 2 for chosen and rejected, longest), padded with 0."""
@@ -54,86 +67,85 @@ class PairBatch(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """What make_pairs returns."""
+    """What load_pairs returns."""
 
     train_set: list[Pair]
     eval_set: list[Pair]  # sorted by length, so that its batches have little padding
+    tokenizer: Any
     end: int | None  # the token that ends an answer
     plan: dict[str, str]  # lines to print
+
+
+def load_pairs(config: "LanguageConfig") -> Pairs:
+    """Make a training set and an evaluation set of --data, and describe both.
+
+    Evaluated is --eval-data, or a test split of --data, or else a tenth of the rows. Conversations
+    are truncated to --max-tokens, or to what the model takes if that is less. Pairs of which one
+    answer is truncated to nothing, or both are equal, are dropped and counted. Raises UsageError if
+    a set is left empty, or for a row that cannot be read, and says where it is.
+    """
+    tokenizer, limit = read_tokenizer(config.base)
+    with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
+        return make_pairs(config, tokenizer, limit)
+
+
+def make_pairs(config: "LanguageConfig", tokenizer: Any, limit: int | None = None) -> Pairs:
+    """Do what load_pairs does, with this tokenizer, for a model that takes so many tokens."""
+    size, limit_name = find_limit(config.max_tokens, limit)
+    chat = Chat(tokenizer, first_day(config))
+    notes = Notes()
+    read, num_given, read_plan = read_chat_rows(
+        config.data, config.eval_data, lambda row: {"chosen", "rejected"} <= {*row}
+    )
+    rows = []
+    for where, row in read:
+        with naming_row(where, "chosen and rejected, as lists of turns, or as texts and a prompt"):
+            rows.append((where, read_pair(row)))
+    pairs = [_encode_pair(chat, where, both, size, notes) for where, both in rows]
+    equal = [number_equal_turns(both[side] for _, both in rows).tolist() for side in (0, 1)]
+    hashes = splits.number_equal(zip(*equal, strict=True))
+    is_left = [pair is not None for pair in pairs]
+    sides, twice = hold_out_tenth(hashes, is_left, num_given, "pair")
+    read_sides = ([pairs[n] for n in side] for side in sides)
+    sets = [[pair for pair in side if pair is not None] for side in read_sides]
+    check_left(sets, len(rows), "pairs to {} on has two different answers", limit_name)
+    plan = _describe_pairs(chat, notes, len(rows), limit_name, sets[0]) | read_plan | twice
+    return Pairs(sets[0], sorted(sets[1], key=lambda pair: pair.length), tokenizer, chat.end, plan)
 
 
 def read_pair(row: Any) -> tuple[Conversation, Conversation]:
     """Return the chosen and the rejected conversation of a row, which begin with one prompt.
 
-    The row has chosen and rejected, as texts, turns or lists of turns, and the prompt in columns of
-    its own, at the start of both lists, or both. Raises UsageError if they have different prompts,
-    TypeError, KeyError, AttributeError or ValueError for rows without these columns.
+    The row has chosen and rejected, as texts, turns or lists of turns, and the prompt in a column
+    of its own, at the start of both lists, or both. Raises UsageError if they have different
+    prompts, TypeError, KeyError, AttributeError or ValueError for rows without these columns.
     """
-    kind = next((kind for kind in PROMPTS if row.get(kind.prompt)), PROMPTS[0])
-    prompt = read_prompt(kind, row) if row.get(kind.prompt) else []
-    if not prompt and isinstance(row["chosen"], str):
+    column = next((name for name in PROMPTS if row.get(name)), "")
+    if not column and isinstance(row["chosen"], str):
         raise TypeError
-    answers = [as_turns(row[name], "assistant") for name in ("chosen", "rejected")]
-    num_shared = num_equal(*map(comparable, answers))
-    (chosen, num), (rejected, num_rejected) = (
-        join_prompt(prompt, turns, num_shared) for turns in answers
-    )
-    differs = comparable(chosen[:num]) != comparable(rejected[:num_rejected])
-    ends = chosen[num:], rejected[num_rejected:]
-    if differs or any(end and end[0]["role"] in ("user", "system") for end in ends):
+    prompt = []
+    if as_turns(row["chosen"], "assistant")[0]["role"] in OPENING:  # a whole conversation
+        prompt = as_turns(row[column], "user")[-1:] if column else []
+        row = {name: value for name, value in row.items() if name != column}
+        column = ""
+    chosen, rejected = (read_conversation(row, column, side) for side in ("chosen", "rejected"))
+    num = num_equal(comparable(chosen.turns), comparable(rejected.turns))
+    num = max(0, min(num, len(chosen.turns) - 1, len(rejected.turns) - 1))
+    has_prompt = not prompt or comparable(prompt)[0] in comparable(chosen.turns[:num])
+    if not has_prompt or any(x.turns[num]["role"] in OPENING for x in (chosen, rejected)):
         raise UsageError("chosen and rejected have different prompts: give both the same one")
-    kind = kind if row.get(kind.prompt) else PROMPTS[0]
-    rejected = chosen[:num] + ends[1]
-    return with_context(chosen, num, row, kind), with_context(rejected, num, row, kind)
-
-
-def make_pairs(
-    tokenizer: Any,
-    data: str,
-    max_tokens: int,
-    limit: int | None = None,
-    today: date | None = None,
-    eval_data: str | None = None,
-) -> Pairs:
-    """Make a training set and an evaluation set, and describe both.
-
-    Evaluated is eval_data, or a test split of data, or else a tenth of the rows; see
-    read_conversation_rows. Conversations are truncated to max_tokens, or to `limit` if that
-    is less. Pairs of which one answer is truncated to nothing, or both are equal, are dropped and
-    counted. A chat template that writes the date writes `today`. Raises UsageError if a set is left
-    empty, or for a row that cannot be read, and says where it is.
-    """
-    size, limit_name = find_limit(max_tokens, limit)
-    chat = Chat(tokenizer, today)
-    notes = Notes()
-    read = read_chat_rows(data, eval_data, lambda row: {"chosen", "rejected"} <= {*row})
-    rows = []
-    for where, row in (*read.train, *read.given):
-        with naming_row(where, "chosen and rejected, as lists of turns, or as texts and a prompt"):
-            rows.append((where, read_pair(row)))
-    pairs = [_encode_pair(chat, where, both, size, notes) for where, both in rows]
-    equal = [same_turns(both[side] for _, both in rows).tolist() for side in (0, 1)]
-    hashes = splits.number_equal(zip(*equal, strict=True))
-    is_left = [pair is not None for pair in pairs]
-    sides, twice = hold_out_tenth(hashes, is_left, len(read.given), "pair")
-    read_sides = ([pairs[n] for n in side] for side in sides)
-    sets = [[pair for pair in side if pair is not None] for side in read_sides]
-    check_left(sets, len(rows), "pairs to {} on has two different answers", limit_name)
-    plan = _describe_pairs(chat, notes, len(rows), limit_name, sets[0]) | read.plan | twice
-    return Pairs(sets[0], sorted(sets[1], key=longest), chat.end, plan)
+    turns = chosen.turns[:num] + rejected.turns[num:]
+    return chosen._replace(num_prompt=num), rejected._replace(num_prompt=num, turns=turns)
 
 
 def _encode_pair(
     chat: Chat, where: str, both: Sequence[Conversation], size: int, notes: Notes
 ) -> Pair | None:
     """Return the tokens of both; None if they are equal, or no token of an answer is left."""
-    unmarked = [chat.without_marks(conversation) for conversation in both]
-    notes.add("marked", unmarked != [*both])
     with as_usage_error(f"{where} cannot be tokenized"):
-        encoded = [chat.encode(conversation, size) for conversation in unmarked]
+        encoded = [chat.encode(conversation, size) for conversation in both]
         samples = [_only_sample(one) for one in encoded]
-    notes.add("untrained", encoded[0].untrained)
-    notes.add_texts(chat, both, encoded)
+    notes.add_row(chat, both, encoded)
     notes.add("truncated", any(len(tokens) > size for tokens, _ in samples))
     pair = Pair(*(Sample(tokens[:size], learned[:size]) for tokens, learned in samples))
     if not pair.chosen.learned.any() or not pair.rejected.learned.any():
@@ -179,18 +191,13 @@ def collate_pairs(pairs: list[Pair]) -> PairBatch:
     return PairBatch(tokens, learned, places, torch.stack(references) if references else None)
 
 
-def longest(pair: Pair) -> int:
-    """Return how many tokens the longer of the two conversations has."""
-    return max(len(pair.chosen.tokens), len(pair.rejected.tokens))
-
-
-def sample_prompts(pairs: Sequence[Pair], tokenizer: Any, most: int = 2) -> dict[str, list[int]]:
-    """Return the tokens before the answer of a few pairs, by what to call them."""
+def sample_prompts(pairs: Pairs, most: int = 2) -> dict[str, list[int]]:
+    """Return the tokens before the answer of a few evaluated pairs, by what to call them."""
     found = {}
-    for pair in pairs[:most]:
+    for pair in pairs.eval_set[:most]:
         first = int(pair.chosen.learned.nonzero()[0])
         tokens = pair.chosen.tokens[:first].tolist()
-        text = " ".join(tokenizer.decode(tokens, skip_special_tokens=True).split())
+        text = " ".join(pairs.tokenizer.decode(tokens, skip_special_tokens=True).split())
         found[f"answer to {text[-MAX_QUESTION:]!r}"] = tokens
     return found
 

@@ -1,19 +1,21 @@
 """Load a model for training, and write folders that from_pretrained of a library can load."""
 
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from trainkit.config import Count, MayChange, ReadOnlyIf, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
+from trainkit.language.losses import allow_parts
+from trainkit.language.packing import Packed, check_packing
 from trainkit.launch.startup import attend_without_cudnn, keep_memory
-from trainkit.reading.pretrained_models import check_embedding
+from trainkit.reading.pretrained_models import check_embedding, without_dropout
 from trainkit.store.records import read_run_json
 
 if TYPE_CHECKING:  # predict.py uses this room without the loop
@@ -40,20 +42,45 @@ class LanguageConfig(TrainingConfig):
     day: MayChange[str | None] = None  # that a chat template writes (default: of the first start)
 
 
-def load_base(config: LanguageConfig, /, **options: Any) -> Any:
+def load_base(config: LanguageConfig, resize_embeddings: bool = False, dropout: bool = True) -> Any:
     """Return the causal language model of --base, in evaluation mode.
 
     What is trained is float32. What --lora freezes has the type of the base and is memory-mapped,
     so that the processes of a machine share it. With --load-4bit the matrices of its layers are
     NF4 numbers (Dettmers and others 2023, arXiv 2305.14314), and all is computed in the type of the
     YAML. Raises UsageError.
+
+    Args:
+        resize_embeddings: make rows for tokens of the tokenizer that the model lacks.
+        dropout: False turns it off, also in training; the written config keeps it.
     """
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     attend_without_cudnn()
-    if not config.load_4bit:
-        dtype = "auto" if config.lora else torch.float32
-        return AutoModelForCausalLM.from_pretrained(config.base, dtype=dtype, **options)
+    options: dict[str, Any] = {"dtype": "auto" if config.lora else torch.float32}
+    if config.load_4bit:
+        options = _settings_of_4_bits(config)
+        keep_memory(return_blocks=True)
+    if not dropout:
+        options["config"] = without_dropout(AutoConfig.from_pretrained(config.base))
+    model = AutoModelForCausalLM.from_pretrained(config.base, **options)
+    if not dropout:
+        model.config = AutoConfig.from_pretrained(config.base)  # to be written
+    for part in model.modules() if config.load_4bit else ():
+        # Else, on a CPU with AVX512-BF16, layers that were evaluated once compute in bf16 and pass
+        # no gradient on.
+        part.support_avx512bf16_for_cpu = False
+    num_tokens = len(AutoTokenizer.from_pretrained(config.base)) if resize_embeddings else 0
+    if num_tokens > len(model.get_input_embeddings().weight):
+        model.resize_token_embeddings(num_tokens)
+    allow_parts(model)
+    return model
+
+
+def _settings_of_4_bits(config: LanguageConfig) -> dict[str, Any]:
+    """Return what from_pretrained takes for --load-4bit. Raises UsageError."""
+    from transformers import BitsAndBytesConfig
+
     state = AcceleratorState()
     if not config.lora:
         raise UsageError("--load-4bit freezes the weights of --base: give --lora a rank as well")
@@ -70,14 +97,7 @@ def load_base(config: LanguageConfig, /, **options: Any) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
-    options |= {"dtype": dtype, "quantization_config": settings}
-    keep_memory(return_blocks=True)
-    model = AutoModelForCausalLM.from_pretrained(config.base, **options)
-    for part in model.modules():
-        # Else, on a CPU with AVX512-BF16, layers that were evaluated once compute in bf16 and pass
-        # no gradient on.
-        part.support_avx512bf16_for_cpu = False
-    return model
+    return {"dtype": dtype, "quantization_config": settings}
 
 
 def add_adapter(model: Any, rank: int) -> Any:
@@ -90,29 +110,30 @@ def add_adapter(model: Any, rank: int) -> Any:
     return get_peft_model(model, lora)
 
 
-def resize_embeddings(model: Any, base: str, is_frozen: bool) -> None:
-    """Give the embedding rows for all tokens of the tokenizer of --base: the mean of the others."""
-    from transformers import AutoTokenizer
+def fit_to_data(accelerator: Accelerator, model: Any, sets: Any) -> None:
+    """Let generate stop after the token that ends an answer, here and in the written folder.
 
-    if is_frozen:
-        raise UsageError("--resize-embeddings makes rows to be trained: leave --lora out")
+    Raises UsageError if the embedding has no row for a token of these sets, or if the model does
+    not keep packed samples apart. Every process must call this, before accelerator.prepare.
 
-    num_tokens = len(AutoTokenizer.from_pretrained(base))
-    size = len(model.get_input_embeddings().weight)
-    if num_tokens > size:
-        model.resize_token_embeddings(num_tokens, mean_resizing=False)
-        with torch.no_grad():
-            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-                layer.weight[size:] = layer.weight[:size].mean(0)
-
-
-def check_vocabulary(model: Any, tokenizer: Any, tokens: Iterable[torch.Tensor]) -> None:
-    """Raise UsageError if the embedding has no row for one of these tokens, int64."""
+    sets: what load_chats or load_pairs returns.
+    """
     remedy = (
         "take a tokenizer without it, or give examples/finetune.py --resize-embeddings, which "
         "trains rows for the new tokens"
     )
-    check_embedding(len(model.get_input_embeddings().weight), tokenizer, tokens, remedy)
+    rows = (row for rows in (sets.train_set, sets.eval_set) for row in rows)
+    # A pair has two samples.
+    samples = (x for row in rows for x in (row[:2] if isinstance(row[0], tuple) else [row]))
+    size = len(model.get_input_embeddings().weight)
+    check_embedding(size, sets.tokenizer, (tokens for tokens, *_ in samples), remedy)
+    if isinstance(sets.train_set, Packed):
+        check_packing(accelerator, model)
+    config = model.generation_config
+    ends = config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else (ends or [])
+    if sets.end is not None and sets.end not in ends:
+        config.eos_token_id = [*ends, sets.end]
 
 
 def dtype_of(base: str) -> torch.dtype | None:
@@ -123,57 +144,48 @@ def dtype_of(base: str) -> torch.dtype | None:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def stop_at(model: Any, token: int | None) -> None:
-    """Make model.generate(...) also stop after this token, here and in the written folder."""
-    config = model.generation_config
-    ends = config.eos_token_id
-    ends = [ends] if isinstance(ends, int) else (ends or [])
-    if token is not None and token not in ends:
-        config.eos_token_id = [*ends, token]
-
-
 def write_pretrained(
-    run: "Run", tokenizer: Any, base: str, merge: bool = False, dtype: torch.dtype | None = None
+    run: "Run", tokenizer: Any, base: str, merge: bool = False, save_float32: bool = False
 ) -> None:
     """Write RUN_DIR/pretrained: the weights of model.safetensors, the tokenizer, a model card.
 
-    The weights of a whole model are written in this type, None: as they were trained, and those
-    that are tied once. For a PeftModel it holds the adapter; with `merge` RUN_DIR/merged has the
-    whole model too, with the adapter merged into it. Every process must call this, before
-    run.finish(), so that no finished run is without the folder; the main process writes the weights
-    from the file, so nothing has to be gathered. The first model of the run must have
-    save_pretrained; the tokenizer may be any processor that has it.
+    The weights of a whole model are written in the type of the base, with save_float32 as they were
+    trained, and those that are tied once. For a PeftModel it holds the adapter; with `merge`
+    RUN_DIR/merged has the whole model too, with the adapter merged into it. Every process must call
+    this, before run.finish(), so that no finished run is without the folder; the main process
+    writes the weights from the file, so nothing has to be gathered. The first model of the run must
+    have save_pretrained; the tokenizer may be any processor that has it.
     """
-    run.results.write_pretrained(
-        run.ema.trained_weights, lambda: _write_pretrained(run, tokenizer, base, merge, dtype)
-    )
-
-
-def _write_pretrained(
-    run: "Run", tokenizer: Any, base: str, merge: bool, dtype: torch.dtype | None
-) -> None:
-    config = run.config
     model = run.models[0]
     folder = run.config.run_dir / "pretrained"
+    path = run.config.run_dir / "model.safetensors"
     is_adapter = hasattr(model, "peft_config")
-    path = config.run_dir / "model.safetensors"
-    if is_adapter:
-        model.save_pretrained(folder, state_dict=load_file(path))
-        model.generation_config.save_pretrained(folder)  # which peft omits
-    else:
-        write_weights(model, path, folder, dtype)
-    tokenizer.save_pretrained(folder)
-    started = read_run_json(config.run_dir)
-    rows = {"base": base, **run.progress.metrics, "step": run.progress.step, "seed": config.seed}
-    rows |= {"command": f"`{shlex.join(started['command'])}`", "run on": started["world"]}
+    dtype = None if save_float32 or is_adapter else dtype_of(base)
+
+    def write() -> None:
+        if is_adapter:
+            model.save_pretrained(folder, state_dict=load_file(path))
+            model.generation_config.save_pretrained(folder)  # which peft omits
+        else:
+            write_weights(model, path, folder, dtype)
+        tokenizer.save_pretrained(folder)
+        _write_card(run, base, folder / "README.md", "peft" if is_adapter else "transformers")
+        name = f", in {str(dtype).removeprefix('torch.')}" if dtype else ""
+        print(f"for from_pretrained: {folder}{name}", flush=True)
+        if merge and is_adapter:
+            _write_merged(model.generation_config, tokenizer, base, folder)
+
+    run.results.write_pretrained(run.ema.trained_weights, write)
+
+
+def _write_card(run: "Run", base: str, path: Path, library: str) -> None:
+    started = read_run_json(run.config.run_dir)
+    rows = {"base": base, **run.progress.metrics, "step": run.progress.step}
+    rows |= {"seed": run.config.seed, "command": f"`{shlex.join(started['command'])}`"}
+    rows |= {"run on": started["world"]}
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
-    library = "peft" if is_adapter else "transformers"
-    head = f"---\nlibrary_name: {library}\n---\n# {config.run_dir.name}\n\n| | |\n| --- | --- |\n"
-    (folder / "README.md").write_text(head + table, encoding="utf-8")
-    name = "" if is_adapter or not dtype else f", in {str(dtype).removeprefix('torch.')}"
-    print(f"for from_pretrained: {folder}{name}", flush=True)
-    if merge and is_adapter:
-        _write_merged(model.generation_config, tokenizer, base, folder)
+    head = f"---\nlibrary_name: {library}\n---\n# {run.config.run_dir.name}\n\n"
+    path.write_text(f"{head}| | |\n| --- | --- |\n{table}", encoding="utf-8")
 
 
 def write_weights(model: Any, path: Path, folder: Path, dtype: torch.dtype | None) -> None:

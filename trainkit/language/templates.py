@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainkit.errors import UsageError, as_usage_error
-from trainkit.language.formats import EMPTY, Conversation, Turn, with_system
-from trainkit.store.records import read_run_json
+from trainkit.errors import UsageError
+from trainkit.language.formats import EMPTY, WEIGHTS, Conversation, Turn, with_system
 from trainkit.text import first_sentence
 
-WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Factory's and Axolotl's
 TEXTS = ("content", "reasoning_content")  # of a turn
 # Keys of a turn that are read although a chat template does not name them.
-KEYS = ("role", "content", "reasoning_content", *WEIGHTS)
+KEYS = {"role", "content", "reasoning_content", "tool_calls", *WEIGHTS}
 # The first of the characters of private use that stand for special tokens in a text.
 PLACEHOLDER = 0xF0000
 PLACEHOLDERS = re.compile(f"([{chr(PLACEHOLDER)}-{chr(PLACEHOLDER + 0xFFFF)}]+)")
@@ -39,20 +37,26 @@ class Encoded(NamedTuple):
     follow them, as some do with the text between <think> and </think>.
 
     Attributes:
+        ask: the tokens by which the model is asked for the first answer.
         lost: the first part of the conversation that the template leaves out or changes, or "".
         untrained: what the template ends a prompt with when it asks for an answer, and does not
             write before the answer of a conversation: the model is prompted with text it never saw.
-        ask: the tokens by which the model is asked for the first answer.
         inside: the first special token that stands in one of its texts, where it is text, or "".
-        written: whether its prompt is already written as the chat template does.
     """
 
     samples: list[Sample]
+    ask: Sequence[int] = ()
     lost: str = ""
     untrained: str = ""
-    ask: Sequence[int] = ()
     inside: str = ""
-    written: bool = False
+
+
+class _Answer(NamedTuple):
+    tokens: list[int]  # of the conversation up to its end
+    span: tuple[int, int]  # which of them are the answer
+    ask: list[int]
+    lost: str
+    untrained: str
 
 
 class Chat:
@@ -70,22 +74,37 @@ class Chat:
         self.today = today or date.today()
         self.day = ""
         self.fixed_date = _fix_date(self.today)
-        tokens = tokenizer("a").input_ids
-        self.adds_bos = tokens[:1] == [tokenizer.bos_token_id]
-        self.adds_eos = tokens[-1:] == [tokenizer.eos_token_id]
         self.end = tokenizer.eos_token_id
-        self.template_adds_bos = self.adds_bos
-        self.after = ""
-        self.header = ""
-        self.asks: set[str] = set()
-        # The longest first, because one may be a part of another.
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         special += tokenizer.all_special_tokens
+        # The longest first, because one may be a part of another.
         names = sorted({*special}, key=lambda name: (-len(name), name))
         self.placeholders = {name: chr(PLACEHOLDER + n) for n, name in enumerate(names)}
         self.special = re.compile("|".join(map(re.escape, names)) or "(?!)")
         if tokenizer.chat_template:
-            self.end, self.template_adds_bos = self._read_template()
+            self._read_template()
+
+    def _read_template(self) -> None:
+        """Learn what ends an answer, and what stands before and after a question."""
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        where = f"the chat template of {self.tokenizer.name_or_path}"
+        remedy = "give --base a chat_template.jinja for texts"
+        try:
+            text = self.render(chat)
+            asked = self.render(chat[:1], ask=True)
+        except Exception as error:
+            reason = first_sentence(error)
+            raise UsageError(f"{where} cannot write a text, {reason}: {remedy}") from error
+        _, answer, after = text.rpartition("answer")
+        if not answer:
+            raise UsageError(f"{where} leaves out a text: {remedy}")
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        tokens = self.tokenizer(after, add_special_tokens=False).input_ids
+        self.end = next((token for token in tokens if token in special), None)
+        before, _, behind = asked.removeprefix(self.tokenizer.bos_token or "").partition("question")
+        self.before = before.strip().rpartition("\n")[2]
+        between = text.rpartition("answer")[0].rpartition("question")[2]
+        self.behind = tuple(words.strip() for words in (behind, between) if words.strip())
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Any] = (), ask: bool = False) -> str:
         """Return turns as text; with `ask` up to where the next answer begins."""
@@ -101,48 +120,8 @@ class Chat:
             add_generation_prompt=ask,
         )
 
-    def _read_template(self) -> tuple[int | None, bool]:
-        """Return the token that ends an answer, and whether a conversation begins with BOS."""
-        tokenizer = self.tokenizer
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        where = f"the chat template of {tokenizer.name_or_path}"
-        remedy = "give --base a chat_template.jinja for texts"
-        try:
-            text = self.render(chat)
-        except Exception as error:
-            reason = first_sentence(error)
-            raise UsageError(f"{where} cannot write a text, {reason}: {remedy}") from error
-        before, answer, self.after = text.rpartition("answer")
-        if not answer:
-            raise UsageError(f"{where} leaves out a text: {remedy}")
-        self._read_marks(before)
-        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        tokens = tokenizer(self.after, add_special_tokens=False).input_ids
-        end = next((token for token in tokens if token in special), None)
-        return end, bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-
-    def _read_marks(self, before: str) -> None:
-        """Learn what stands before a question, from its last special token, and after it.
-
-        before: all that the template writes before an answer.
-        """
-        start, _, between = before.rpartition("question")
-        asked = self.render([{"role": "user", "content": "question"}], ask=True)
-        self.asks = {between.strip(), asked.rpartition("question")[2].strip()} - {""}
-        bos = self.tokenizer.bos_token or ""
-        start = start.removeprefix(bos)
-        last_special = max(start.rfind(name) for name in (*self.placeholders, start))
-        self.header = start[last_special:].strip()
-
-    def is_written(self, text: str) -> bool:
-        """Return whether a prompt is written as the template does, up to where an answer begins."""
-        ends = any(text.rstrip().endswith(ask) for ask in self.asks)
-        return ends and bool(self.header) and self.header in text
-
     def hide(self, text: str) -> str:
         """Put placeholders for special tokens into a text, which tokenize turns into text again."""
-        if not self.tokenizer.chat_template:
-            return text
         return self.special.sub(lambda found: self.placeholders[found[0]], text)
 
     def tokenize(self, text: str) -> list[int]:
@@ -158,94 +137,61 @@ class Chat:
         return tokens
 
     def begin(self, text: str) -> list[int]:
-        """Return the tokens of a text that an answer follows: they do not end with EOS."""
+        """Return the tokens of a text that more may follow: BOS once, and no EOS at the end."""
         tokens = self.tokenizer(text).input_ids
-        eos = self.tokenizer.eos_token_id
-        return tokens[:-1] if self.adds_eos and len(tokens) > 1 and tokens[-1] == eos else tokens
-
-    def without_marks(self, conversation: Conversation) -> Conversation:
-        """Leave out BOS and the end of an answer where a text has them and they are added to it."""
-        tokenizer = self.tokenizer
-        bos = self.tokenizer.bos_token
-        if conversation.text is not None:
-            text = _strip(conversation.text, self.adds_bos and bos, tokenizer.eos_token)
-            return conversation._replace(text=text)
-        begin = self.template_adds_bos and bos
-        end = self.end is not None and tokenizer.convert_ids_to_tokens(self.end)
-        turns = [
-            turn | {"content": _strip(turn["content"], begin, end)} for turn in conversation.turns
-        ]
-        return conversation._replace(turns=turns)
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if tokens[:2] == [bos, bos]:
+            tokens = tokens[1:]
+        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == eos else tokens
 
     def ask(self, prompt: str, system: str | None = None) -> list[int]:
         """Return the tokens up to where the answer to a prompt begins."""
-        if self.is_written(prompt):
-            return self._tokenize_written(prompt)
-        user = {"role": "user", "content": self.hide(prompt)}
         if self.tokenizer.chat_template:
+            user = {"role": "user", "content": self.hide(prompt)}
             turns = with_system(Conversation([user]), system).turns
             return self.tokenize(self.render(turns, ask=True))
         # A token is predicted from those before it, so the first one of an answer needs one too.
-        eos = self.tokenizer.eos_token_id
-        bos = self.tokenizer.bos_token_id
-        start = bos if eos is None else eos
-        return self.begin(prompt) or ([] if start is None else [start])
+        start = [self.tokenizer.eos_token_id, self.tokenizer.bos_token_id]
+        return self.begin(prompt) or [token for token in start if token is not None][:1]
 
     def encode(self, conversation: Conversation, size: int) -> Encoded:
         """Return samples in which the assistant's words are learned.
 
         Answers that begin after `size` tokens may be left out. Raises ValueError if answers cannot
-        be told apart, or for calls of tools that the template cannot write.
+        be told apart, or for a prompt that is already written in the chat template.
         """
         turns = conversation.turns
-        end = [self.tokenizer.eos_token_id]
-        end = [] if end == [None] else end
+        eos = self.tokenizer.eos_token_id
+        end = [] if eos is None else [eos]
         if conversation.text is not None:
             tokens = self.begin(conversation.text) + end
-            return Encoded([_sample(tokens, [])], ask=tokens[:1])
+            return Encoded([_sample(tokens, [(0, len(tokens))])], tokens[:1])
         if not self.tokenizer.chat_template:
             if [turn["role"] for turn in turns] != ["user", "assistant"]:
                 raise ValueError("it has turns, and the tokenizer of --base has no chat template")
             ask = self.ask(turns[0]["content"])
-            answer = self.tokenizer(turns[1]["content"], add_special_tokens=False).input_ids + end
-            return Encoded([_sample(ask + answer, [(len(ask), len(ask + answer))])], ask=ask)
-        *_, asked, answered = [{"role": ""}, {"role": ""}, *turns]
-        is_asked = (asked["role"], answered["role"]) == ("user", "assistant")
-        if is_asked and self.is_written(asked["content"]):
-            return self._encode_written(conversation)
-        hidden = [turn | {n: self.hide(turn[n]) for n in TEXTS if n in turn} for turn in turns]
-        encoded = self._encode_turns(
-            self._with_written_calls(conversation._replace(turns=hidden)), size
-        )
-        pairs = zip(turns, hidden, strict=True)
-        texts = (turn[name] for turn, other in pairs for name in other if turn[name] != other[name])
-        inside = [found[0] for found in map(self.special.search, texts) if found]
-        return encoded._replace(inside=inside[0] if inside else "")
+            answer = self.tokenizer(turns[1]["content"], add_special_tokens=False).input_ids
+            answer += end if answer[-1:] != end else []
+            return Encoded([_sample(ask + answer, [(len(ask), len(ask + answer))])], ask)
+        hidden = [self._prepare(turn) for turn in turns]
+        texts = (turn[name] for turn in hidden for name in TEXTS if name in turn)
+        found = next(filter(None, map(PLACEHOLDERS.search, texts)), None)
+        inside = [*self.placeholders][ord(found[0][0]) - PLACEHOLDER] if found else ""
+        return self._encode_turns(conversation._replace(turns=hidden), size)._replace(inside=inside)
 
-    def _tokenize_written(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt that is written as the template does."""
-        bos = self.tokenizer.bos_token if self.template_adds_bos else ""
-        return self.tokenizer(
-            f"{bos}{prompt.removeprefix(bos)}", add_special_tokens=False
-        ).input_ids
-
-    def _encode_written(self, conversation: Conversation) -> Encoded:
-        """Encode an answer to a prompt that is written as the template does.
-
-        Raises ValueError if there is more than these two.
-        """
-        turns = conversation.turns
-        if [turn["role"] for turn in turns] != ["user", "assistant"] or conversation.tools:
+    def _prepare(self, turn: Turn) -> Turn:
+        """Return a turn whose special tokens are hidden, without the one that will end it."""
+        content = turn["content"].rstrip()
+        is_written = content.endswith(self.behind) and self.before in content
+        if turn["role"] == "user" and is_written:
             raise ValueError(
-                "its prompt is already written in the chat template, which leaves no room for a "
-                "system turn, tools or other turns: leave them out"
+                "its prompt is already written in the chat template, up to where an answer begins: "
+                "give its words alone"
             )
-        ask = self._tokenize_written(turns[0]["content"])
-        text = turns[1]["content"]
-        answer = self.tokenize(self.hide(text) + self.after)
-        sample = _sample(ask + answer, [(len(ask), len(ask + answer))])
-        found = self.special.search(text)
-        return Encoded([sample], ask=ask, inside=found[0] if found else "", written=True)
+        end = self.end is not None and self.tokenizer.convert_ids_to_tokens(self.end)
+        if turn["role"] == "assistant" and end and content.endswith(end):
+            turn = turn | {"content": content.removesuffix(end)}
+        return turn | {name: self.hide(turn[name]) for name in TEXTS if name in turn}
 
     def _encode_turns(self, conversation: Conversation, size: int) -> Encoded:
         answers: list[_Answer] = []
@@ -261,13 +207,11 @@ class Chat:
             samples = [_sample(whole, spans)]
         else:
             samples = [_sample(answer.tokens, [answer.span]) for answer in answers]
-        lost, untrained = (
-            next((getattr(answer, name) for answer in answers if getattr(answer, name)), "")
-            for name in ("lost", "untrained")
-        )
-        return Encoded(samples, lost, untrained, answers[0].ask)
+        lost = next((answer.lost for answer in answers if answer.lost), "")
+        untrained = next((answer.untrained for answer in answers if answer.untrained), "")
+        return Encoded(samples, answers[0].ask, lost, untrained)
 
-    def _encode_turn(self, conversation: Conversation, number: int) -> "_Answer":
+    def _encode_turn(self, conversation: Conversation, number: int) -> _Answer:
         turns = conversation.turns
         tools = conversation.tools
         before = turns[:number]
@@ -289,72 +233,20 @@ class Chat:
             [item["function"].get("name", "") for item in items]
             for items in (tools, turn.get("tool_calls", ()))
         )
+        for arguments in (x["function"].get("arguments", {}) for x in turn.get("tool_calls", ())):
+            if repr(arguments) in text and repr(arguments) != json.dumps(arguments):
+                raise ValueError(
+                    f"the chat template writes the arguments of a call as Python does, "
+                    f"{arguments!r:.60}: let it write them by tojson"
+                )
         # Templates may leave out what was thought earlier, and write what tools return in other
         # ways.
         parts = [part["content"] for part in before if part["role"] not in ("assistant", "tool")]
         parts += [turn["content"], turn.get("reasoning_content", ""), *tool_names]
         lost = _missing(text, *parts) or _missing(text[len(same) :], *call_names)
         span = (num_equal(asked, tokens), len(tokens))
-        return _Answer(tokens, span, lost, ask[len(same) :].strip() and ask[len(same) :], asked)
-
-    def _with_written_calls(self, conversation: Conversation) -> Conversation:
-        """Return the conversation with arguments of calls as its template takes them.
-
-        Some templates take values, others a text that is JSON. Raises ValueError for arguments that
-        are not JSON, if the template would write them in quotes.
-        """
-        turns = conversation.turns
-        arguments = [
-            call["function"]["arguments"]
-            for turn in turns
-            for call in turn.get("tool_calls", ())
-            if "arguments" in call["function"]
-        ]
-        if not arguments:
-            return conversation
-        as_texts = conversation._replace(turns=[_with_texts(turn) for turn in turns])
-        texts = [value if isinstance(value, str) else _to_json(value) for value in arguments]
-        problem: Exception | None = None
-        try:
-            text = self.render(turns, conversation.tools)
-            as_python = [repr(value) for value in arguments if not isinstance(value, str)]
-            if len(as_python) == len(texts) and not _any_in(set(as_python) - set(texts), text):
-                return conversation
-        except Exception as error:  # it takes texts, or refuses the conversation in any case
-            problem = error
-        try:
-            text = self.render(as_texts.turns, conversation.tools)
-        except Exception as error:
-            raise problem or error from error
-        if unread := [value for value in arguments if isinstance(value, str)]:
-            quoted = [value for value in unread if _any_in([_to_json(value)], text)]
-            if quoted:
-                raise ValueError(
-                    f"the arguments of a call of a tool are not JSON, {quoted[0][:60]!r}, and the "
-                    "chat template does not write other arguments as they are"
-                )
-        return as_texts
-
-
-class _Answer(NamedTuple):
-    tokens: list[int]  # of the conversation up to its end
-    span: tuple[int, int]  # which of them are the answer
-    lost: str
-    untrained: str
-    ask: list[int]
-
-
-def first_day(config: Any) -> date:
-    """Return --day, or else the day on which this run was started first; set --day to it.
-
-    run.json keeps it from the start, before there is a checkpoint.
-    """
-    day = config.day
-    if day is None and config.resume and (config.run_dir / "run.json").exists():
-        day = read_run_json(config.run_dir)["arguments"].get("day")
-    config.set_unset({"day": day or date.today().isoformat()})
-    with as_usage_error(f"--day {config.day} is not like 2026-01-31"):
-        return date.fromisoformat(config.day)
+        untrained = ask[len(same) :].strip() and ask[len(same) :]
+        return _Answer(tokens, span, asked, lost, untrained)
 
 
 def _fix_date(day: date) -> str:
@@ -378,34 +270,7 @@ def is_learned(turn: Turn) -> bool:
 def find_unread(turns: Sequence[Turn], template: str | None) -> set[str]:
     """Return the keys of turns that nothing reads: neither we nor the chat template."""
     keys = {str(key) for turn in turns for key, value in turn.items() if value not in EMPTY}
-    return {key for key in keys - {*KEYS, "tool_calls"} if key not in (template or "")}
-
-
-def _with_texts(turn: Turn) -> Turn:
-    """Return a turn in which the arguments of its calls are texts."""
-    calls = []
-    for call in turn.get("tool_calls", ()):
-        function = dict(call["function"])
-        if not isinstance(function.get("arguments", ""), str):
-            function["arguments"] = _to_json(function["arguments"])
-        calls.append(call | {"function": function})
-    return turn | {"tool_calls": calls} if calls else turn
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _any_in(parts: Any, text: str) -> bool:
-    return any(part in text for part in parts)
-
-
-def _strip(text: str, begin: Any, end: Any) -> str:
-    while begin and text.startswith(begin):
-        text = text.removeprefix(begin)
-    while end and text.rstrip().endswith(end):
-        text = text.rstrip().removesuffix(end)
-    return text
+    return {key for key in keys - KEYS if key not in (template or "")}
 
 
 def num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -421,11 +286,11 @@ def _missing(text: str, *parts: str) -> str:
 
 
 def _sample(tokens: list[int], spans: list[tuple[int, int]]) -> Sample:
-    """Make a sample in which the spans are learned, or all of it if there are no spans.
+    """Make a sample in which the spans are learned.
 
     The first token is never learned, because there is no token before it.
     """
-    learned = torch.full((len(tokens),), not spans)
+    learned = torch.zeros(len(tokens), dtype=torch.bool)
     for start, stop in spans:
         learned[start:stop] = True
     learned[:1] = False

@@ -113,11 +113,6 @@ def fingerprint_of(rows: Any) -> str:
     return rows._fingerprint
 
 
-def attends_by_sdpa(model: Any) -> bool:
-    """Does this transformers model attend by PyTorch's function, and let it be replaced?"""
-    return model.config._attn_implementation == "sdpa" and model._supports_attention_backend
-
-
 def is_stateful(model: Any) -> bool:
     """Does a state go from token to token in this transformers model, whatever the position_ids?"""
     return model._is_stateful

@@ -237,20 +237,6 @@ def compute_in(dtype: torch.dtype, device_type: str, model: nn.Module) -> None:
     model.forward = convert_outputs_to_fp32(forward)
 
 
-@contextmanager
-def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
-    """In the body the quantised layers of bitsandbytes compute in this type."""
-    layers = [layer for layer in model.modules() if hasattr(layer, "compute_dtype")]
-    before = [layer.compute_dtype for layer in layers]
-    for layer in layers:
-        layer.compute_dtype = dtype
-    try:
-        yield
-    finally:
-        for layer, kind in zip(layers, before, strict=True):
-            layer.compute_dtype = kind
-
-
 def take_loss_scale(
     accelerator: Accelerator, before_step: Callable[..., object]
 ) -> Callable[[], object]:

@@ -1,7 +1,7 @@
 """Ask the language model of a finished run, with prompts as it was trained to answer them.
 
-python -m trainkit.tools.ask runs/finetune "What does this function do?" "And this one?"
-python -m trainkit.tools.ask runs/finetune
+python -m trainkit.language.ask runs/finetune "What does this function do?" "And this one?"
+python -m trainkit.language.ask runs/finetune
 
 Without a prompt each line that is typed, or piped in, is one. An answer knows nothing of those
 before it. Chat template, system turn and date are those of the training.
