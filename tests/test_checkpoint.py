@@ -158,7 +158,7 @@ def test_a_checkpoint_of_other_optimizers_and_a_shortened_log_are_refused(saved)
     """accelerate.load_state would pass over what is left over."""
     state = step(saved, 3) / "state"
     (saved / "metrics.jsonl").write_text("")
-    with refused("has 0 bytes but the checkpoint expects"):
+    with refused("has 0 rows but the checkpoint expects"):
         Run(saved).checkpoints.resume("auto")
     shutil.copy(state / "optimizer.bin", state / "optimizer_1.bin")
     reforge(step(saved, 3))
@@ -355,7 +355,7 @@ def test_auto_goes_on_where_a_resume_by_path_was_killed(saved, monkeypatch, numb
 def test_a_save_returns_before_its_thread_and_has_the_log_and_sums_of_its_step(saved, monkeypatch):
     run, go_on = Run(saved), threading.Event()
     run.progress = run.checkpoints.resume("latest")
-    size, sums = run.tracker.size(), json.dumps(run.means.state())
+    log, sums = run.tracker.state(), json.dumps(run.means.state())
     run.progress.step += 1
     run.checkpoints.commits.thread.submit(go_on.wait, 60)
     run.checkpoints.save(run.progress)
@@ -368,7 +368,7 @@ def test_a_save_returns_before_its_thread_and_has_the_log_and_sums_of_its_step(s
     go_on.set()
     run.checkpoints.commits.wait()
     trainer = json.loads((step(saved, 4) / "trainer.json").read_text())
-    assert (trainer["progress"]["step"], trainer["log_bytes"]) == (4, size)
+    assert (trainer["progress"]["step"], trainer["log"]) == (4, log)
     assert trainer["sums"] == json.loads(sums)
     (row,) = [row for row in read_rows(saved / "timing.jsonl") if row.get("saved", "")[-1:] == "4"]
     assert 0 < row["blocked_seconds"] < row["save_seconds"]
@@ -413,7 +413,7 @@ def test_a_log_of_which_a_row_is_gone_is_refused(saved):
     log = saved / "metrics.jsonl"
     rows = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(rows[0] + rows[2] + b" " * 200)  # as many bytes
-    with refused("bytes but the checkpoint expects"):
+    with refused("rows but the checkpoint expects"):
         Run(saved).checkpoints.resume("auto")
 
 

@@ -163,7 +163,6 @@ class Checkpoints:
             "format": FORMAT,
             "progress": asdict(progress),
             "sums": self.means.state(),
-            "log_bytes": self.tracker.size(),
             "log": self.tracker.state(),
             "fingerprint": self.fingerprint,
             "world": world_facts(self.accelerator),
@@ -258,7 +257,7 @@ class Checkpoints:
                 notices += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
                 notices += compare_sources(trainer, self.sources)
                 notices.extend(abandon_later(self.directory, progress.step, path))
-                notices += self.tracker.truncate(trainer.get("log_bytes", 0), trainer.get("log"))
+                notices += self.tracker.truncate(trainer.get("log"))
                 sync(self.directory.parent)
         self._with_mirror(lambda mirror: mirror.go_on(path, trainer))
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps

@@ -28,8 +28,7 @@ from trainkit.repairs.replaced import (
 )
 from trainkit.run.compiling import keep_compiled
 from trainkit.run.reporter import Reporter
-from trainkit.store.log import JsonlTracker
-from trainkit.store.trackers import make_trackers
+from trainkit.store.log import JsonlTracker, make_trackers
 
 # The process groups of runs that have ended: see end_training.
 ENDED: list[Any] = []

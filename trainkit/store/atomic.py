@@ -1,4 +1,4 @@
-"""Lock a run folder for one run at a time, and write files that survive a crash."""
+"""Write files that survive a crash."""
 
 import os
 import shutil

@@ -1,19 +1,42 @@
-"""The tracker for Accelerate that writes metrics.jsonl."""
+"""The tracker for Accelerate that writes metrics.jsonl, and those of others beside it.
 
+A run that was killed has logged steps after its newest checkpoint, which a resume repeats. So each
+start sends all rows of metrics.jsonl, which the resume has truncated, to the tracker again.
+TensorBoard drops its earlier rows (purge_step); trackio and W&B start another run of the same name,
+with complete curves.
+"""
+
+import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.tracking import (
+    GeneralTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+    on_main_process,
+)
 from xxhash import xxh3_128
 
-from trainkit.errors import UsageError
-from trainkit.store.jsons import to_json
+from trainkit.config import TrainingConfig
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.store.jsons import as_numbers, to_json
 
 
 def is_evaluation(row: dict[str, Any]) -> bool:
     """Is a row of metrics.jsonl that of an evaluation, and not of a step?"""
     return any(name.startswith("eval_") for name in row)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl or timing.jsonl, empty without the file. Raises UsageError."""
+    with as_usage_error(f"{path} cannot be read"):
+        if not path.exists():
+            return []
+        return [as_numbers(json.loads(line)) for line in path.read_text().splitlines()]
 
 
 class JsonlTracker(GeneralTracker):
@@ -52,10 +75,6 @@ class JsonlTracker(GeneralTracker):
         with open(self.timing_path, "a") as file:
             file.write(to_json(values) + "\n")
 
-    def size(self) -> int:
-        """The size of the rows so far, in bytes."""
-        return self.path.stat().st_size if self.path.exists() else 0
-
     def state(self) -> dict[str, Any]:
         """The number and the hash of the rows so far, as they were written. Main process only."""
         return {"rows": self.num_rows, "hash": self.hash.hexdigest()}
@@ -65,33 +84,76 @@ class JsonlTracker(GeneralTracker):
         with open(self.path, "ab") as file:
             os.fsync(file.fileno())
 
-    def truncate(self, num_bytes: int, written: dict[str, Any] | None = None) -> list[str]:
-        """Remove every row after the first num_bytes bytes. Main process only.
+    def truncate(self, written: dict[str, Any] | None) -> list[str]:
+        """Remove every row that was written after state() was this; None: all. Main process only.
 
-        written: state() of then; older checkpoints lack it. Returns a sentence if what is kept is
-        not what was written: then it is as many rows, as they are now. Raises UsageError if rows
-        are missing.
+        Returns a sentence if the rows before are not as they were written: they are kept as they
+        are now. Raises UsageError if some of them are missing.
         """
         content = self.path.read_bytes() if self.path.exists() else b""
-        kept = content[:num_bytes]
-        is_changed = written is not None and xxh3_128(kept).hexdigest() != written["hash"]
-        if written is not None and is_changed:
-            rows = content.splitlines(keepends=True)[: written["rows"]]
-            kept = b"".join(rows)
-            is_missing = len(rows) < written["rows"] or not kept.endswith(b"\n")
-        else:
-            is_missing = len(content) < num_bytes
-        if is_missing:
+        num_rows = written["rows"] if written else 0
+        rows = content.splitlines(keepends=True)[:num_rows]
+        if len(rows) < num_rows or not all(row.endswith(b"\n") for row in rows):
             raise UsageError(
-                f"{self.path} has {len(content)} bytes but the checkpoint expects {num_bytes}: "
+                f"{self.path} has {len(rows)} rows but the checkpoint expects {num_rows}: "
                 "restore what was removed, or start without --resume"
             )
+        kept = b"".join(rows)
         with open(self.path, "ab") as file:
             file.truncate(len(kept))
         self.hash = xxh3_128(kept)
-        self.num_rows = kept.count(b"\n")
-        if not is_changed:
+        self.num_rows = num_rows
+        if not written or self.hash.hexdigest() == written["hash"]:
             return []
         return [
             f"{self.path} was changed after this run wrote it: its rows are kept as they are now"
         ]
+
+
+class Tracker(GeneralTracker):
+    """What the three trackers have in common; Accelerate's class is the next base class."""
+
+    history: JsonlTracker
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Log the arguments, and all rows so far."""
+        if self.name != "tensorboard":  # there Accelerate would log them as a run of their own
+            super().store_init_configuration(values)
+        for row in read_rows(self.history.path):
+            self.log(row, row["step"])
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log a row of metrics.jsonl: a step as steps/NAME, an evaluation as epochs/NAME."""
+        group = "epochs" if is_evaluation(values) else "steps"
+        super().log({f"{group}/{name}": values[name] for name in values if name != "step"}, step)
+
+
+def make_trackers(
+    config: TrainingConfig, history: JsonlTracker, project: str
+) -> list[GeneralTracker]:
+    """The trackers for Accelerator(log_with=...): metrics.jsonl and the one that --tracker names.
+
+    A dry run has no tracker.
+
+    Raises UsageError if a package is missing.
+    """
+    name, run_dir = config.tracker, config.run_dir
+    if name is None or config.dry_run:
+        return [history]
+    if importlib.util.find_spec(name) is None:
+        raise UsageError(
+            f"--tracker {name} needs the package {name}, which is not installed: pip install {name}"
+        )
+    kind: type[GeneralTracker] = TensorBoardTracker
+    options = {"run_name": "", "logging_dir": run_dir / "tensorboard", "purge_step": 0}
+    if name == "trackio":
+        kind = TrackioTracker
+        options = {"name": run_dir.name, "embed": False}
+    elif name == "wandb":
+        mode = os.environ.get("WANDB_MODE", "offline")
+        kind = WandBTracker
+        options = {"name": run_dir.name, "dir": run_dir, "mode": mode}
+    tracker = type(kind.__name__, (Tracker, kind), {"history": history})(
+        **{"run_name": project} | options
+    )
+    return [history, tracker]

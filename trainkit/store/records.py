@@ -1,9 +1,6 @@
 """Read the files of a run folder: its description, its metrics and its predictions."""
 
 import json
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +8,8 @@ import torch
 from safetensors import safe_open
 
 from trainkit.errors import as_usage_error
-from trainkit.store.jsons import as_numbers, from_exact_json
-from trainkit.store.log import is_evaluation
+from trainkit.store.jsons import from_exact_json
+from trainkit.store.log import is_evaluation, read_rows
 
 PREDICTIONS = "predictions.safetensors"
 
@@ -24,14 +21,6 @@ def read_run_json(run_dir: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl or timing.jsonl, empty without the file. Raises UsageError."""
-    with as_usage_error(f"{path} cannot be read"):
-        if not path.exists():
-            return []
-        return [as_numbers(json.loads(line)) for line in path.read_text().splitlines()]
-
-
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """The evaluations in metrics.jsonl, so far. Raises UsageError."""
     return [row for row in read_rows(run_dir / "metrics.jsonl") if is_evaluation(row)]
@@ -40,21 +29,6 @@ def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
 def last_evaluation(run_dir: Path) -> dict[str, Any]:
     """The last evaluation in metrics.jsonl, empty if there was none. Raises UsageError."""
     return [{}, *read_evaluations(run_dir)][-1]
-
-
-def follow(run_dir: Path, process: subprocess.Popen) -> Iterator[dict[str, Any]]:
-    """Yield each evaluation of a run, the earlier ones first, until this process has ended.
-
-    An evaluation that is repeated after a resume is yielded once. Raises UsageError.
-    """
-    num = 0
-    is_over = False
-    while not is_over:
-        time.sleep(2)  # each turn reads the whole file, which grows
-        is_over = process.poll() is not None
-        evaluations = read_evaluations(run_dir)
-        yield from evaluations[num:]
-        num = max(num, len(evaluations))
 
 
 def read_seconds(run_dir: Path) -> dict[str, float]:

@@ -13,14 +13,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from accelerate.utils.other import get_free_port
 from ray import train
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchTrainer
 
-from trainkit.store.records import follow
+from trainkit.store.records import read_evaluations
 
 folder = Path.cwd()
 parser = argparse.ArgumentParser()
@@ -29,6 +32,21 @@ for name, number in {"workers": 1, "cpus": 1, "gpus": 0, "retries": 3}.items():
 parser.add_argument("run_dir", type=folder.joinpath)
 parser.add_argument("script", nargs="...")
 args = parser.parse_args()
+
+
+def follow(run_dir: Path, process: subprocess.Popen) -> Iterator[dict[str, Any]]:
+    """Yield each evaluation of a run, the earlier ones first, until this process has ended.
+
+    An evaluation that is repeated after a resume is yielded once. Raises UsageError.
+    """
+    num = 0
+    is_over = False
+    while not is_over:
+        time.sleep(2)  # each turn reads the whole file, which grows
+        is_over = process.poll() is not None
+        evaluations = read_evaluations(run_dir)
+        yield from evaluations[num:]
+        num = max(num, len(evaluations))
 
 
 def work() -> int:
