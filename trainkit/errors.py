@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,25 +21,22 @@ EXIT_INTERRUPTED = 130
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 SIGNALS = tuple(getattr(signal, name) for name in STOPPING if hasattr(signal, name))
 
-# What torch and the system say if something cannot be written, and what they say of /dev/shm.
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
-SHARED_MEMORY = (
-    r"(shared memory|</torch_\w+>).*(No space left|Read-only file system|Permission denied)"
-)
-MAYBE_SHARED_MEMORY = "DataLoader worker|DataLoader timed out|No space left|Read-only file system"
-FOR_WANT_OF_SHM = "signal: Bus|DataLoader timed out"  # neither says why
+# Folders of caches of Hugging Face, by the variables that name them.
+CACHES = ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HOME")
 SHM = "/dev/shm"
-WHAT_SHM_IS_FOR = (
+SMALL_SHM = 2**30  # bytes; Docker gives 64 MB
+ENLARGE_SHM = (
     "through which processes and loader workers pass batches: enlarge it (docker run --shm-size), "
     "or use fewer --num-workers, or --num-workers 0"
 )
-# Folders of caches of Hugging Face, by the variables that name them.
-CACHES = ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HOME")
-SMALL_SHM = 2**30  # bytes; Docker gives 64 MB
+# Messages that do not say that it was /dev/shm.
+MAYBE_SHM = "signal: Bus|DataLoader timed out|No space left|Read-only file system"
 
 # Messages of torch, safetensors, gloo, NCCL and the system when something happens to one process
 # only, and what they mean. Each pattern is searched in the exception's type and message.
 FAILURES = {
+    r"shared memory|</torch_\w+>": f"had no room in {SHM}, {ENLARGE_SHM}",
     "OutOfMemoryError|DefaultCPUAllocator: can't": "ran out of memory: if it was during training, "
     "use a larger --accumulate or a smaller --batch-size, otherwise a smaller model or less data",
     r"DataLoader worker .* signal: Killed": "lost a loader worker, which was killed, probably "
@@ -51,8 +47,7 @@ FAILURES = {
     r"DataLoader worker .* with exit code (\d+)": "lost a loader worker, which exited with "
     "code {}: look for what ends a process, such as os._exit, in what the data set calls, or try "
     "--num-workers 0",
-    "unable to allocate shared memory": f"lacks room in {SHM}, {WHAT_SHM_IS_FOR}",
-    "DataLoader worker|DataLoader timed out|shared memory": "got no batch from a loader worker "
+    "DataLoader worker|DataLoader timed out": "got no batch from a loader worker "
     "(see its output): if batches take long, raise --timeout",
     "Expected more than 1 value per channel": "gave BatchNorm a single sample, which has no "
     "variance (its share of a short last batch, or a micro-batch of it): use --drop-last or "
@@ -142,8 +137,8 @@ def as_usage_error(what: str) -> Iterator[None]:
             if cache := name_cache(cause.filename):
                 remedy = "set it to a folder that can be"
                 raise UsageError(f"{cache} ({cause.strerror}): {remedy}") from problem
-            if cause.filename is None and (trouble := find_shm_trouble()):
-                raise RunFailure(f"this process {trouble}") from problem
+            if cause.filename is None:  # as of a semaphore for loader workers
+                what = f"{what}{describe_shm()}"
         raise UsageError(f"{what}: {first_sentence(cause)}") from problem
 
 
@@ -167,16 +162,18 @@ def name_cache(filename: object) -> str:
     return ""
 
 
-def find_shm_trouble() -> str:
-    """Say that nothing can be written to /dev/shm, or return "" if it can, or is not there."""
-    if not Path(SHM).is_dir():
-        return ""
+def describe_shm() -> str:
+    """Say of /dev/shm that it is small, full or read-only; "" if it is not, or is not there."""
     try:
-        with tempfile.TemporaryFile(dir=SHM) as file:
-            file.write(bytes(2**20))
-    except OSError as problem:
-        return f"cannot write to {SHM} ({problem.strerror}), {WHAT_SHM_IS_FOR}"
-    return ""
+        size, free = shutil.disk_usage(SHM)[::2]
+    except OSError:  # not on Linux
+        return ""
+    state = f"has {size / 1e6:.0f} MB, {free / 1e6:.0f} MB of them free"
+    if not os.access(SHM, os.W_OK):
+        state = "cannot be written"
+    elif size >= SMALL_SHM and free >= size / 10:
+        return ""
+    return f"; {SHM} {state}, {ENLARGE_SHM}"
 
 
 def explain(problem: Exception) -> str | None:
@@ -184,30 +181,13 @@ def explain(problem: Exception) -> str | None:
     text = f"{type(problem).__name__}: {problem}"
     if problem.__cause__ is not None and "exited unexpectedly" in text:
         text = f"{text}\n{problem.__cause__}"  # how the worker ended
-    is_shm = re.search(SHARED_MEMORY, text)
-    trouble = find_shm_trouble() if is_shm or re.search(MAYBE_SHARED_MEMORY, text) else ""
-    if trouble:
-        return trouble
-    if is_shm:  # there is room again, since the processes that used it have ended
-        return f"had no room in {SHM} for a batch, {WHAT_SHM_IS_FOR}"
     if " in DataLoader worker process " in text:  # torch raises it again, with its traceback
         return f"got no batch: the data set raised {text.strip().splitlines()[-1]}"
     for pattern, sentence in FAILURES.items():
         if found := re.search(pattern, text):
-            said = sentence.format(*found.groups())
-            return said + warn_of_small_shm() if re.search(FOR_WANT_OF_SHM, text) else said
+            is_named = SHM in sentence or not re.search(MAYBE_SHM, text)
+            return sentence.format(*found.groups()) + ("" if is_named else describe_shm())
     return None
-
-
-def warn_of_small_shm() -> str:
-    """Say how large /dev/shm is, if it is small or full; else, and where it is not, ""."""
-    try:
-        size, free = shutil.disk_usage(SHM)[::2]
-    except OSError:  # not on Linux
-        return ""
-    if size >= SMALL_SHM and free >= size / 10:
-        return ""
-    return f"; {SHM} has {size / 1e6:.0f} MB, {free / 1e6:.0f} MB of them free, {WHAT_SHM_IS_FOR}"
 
 
 def advise(problem: Exception) -> str | None:
@@ -215,3 +195,5 @@ def advise(problem: Exception) -> str | None:
     return next(
         (text for pattern, text in ADVICE.items() if re.search(pattern, str(problem))), None
     )
+    found = (text for pattern, text in ADVICE.items() if re.search(pattern, str(problem)))
+    return next(found, None)

@@ -18,10 +18,9 @@ from trainkit.text import count
 
 # Where mpirun and srun put the number of processes they started. Accelerate does not read these.
 NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-# What a launcher sets as whole numbers, and what Accelerate reads as true or false.
-NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
-SWITCHES = ("ACCELERATE_USE_CPU", "ACCELERATE_DEBUG_MODE", "FORK_LAUNCHED")
 TRUE, FALSE = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
+NUMBER = "[0-9]{0,9}", "use a whole number"
+SWITCH = f"{TRUE}|{FALSE}", "use true or false"
 NO_SHARDS = (
     FALSE,
     "these scripts do not support it: use distributed_type: MULTI_GPU, or FSDP to shard the model, "
@@ -34,12 +33,21 @@ NO_SEQUENCES = (
 )
 SIZES = [f"PARALLELISM_CONFIG_DP_{axis}_SIZE" for axis in ("REPLICATE", "SHARD")]
 SIZE = "[1-9][0-9]{0,8}", "use a whole number of at least 1"
-# Environment variables that would silently change what is trained: the allowed values, and the
-# remedy for all others. Accelerate 1.15 reads FSDP_*, MEGATRON_LM_*, ACCELERATE_DEEPSPEED_* and
-# ACCELERATE_FP8_* only if one of these variables asks for it.
+# Environment variables that torch and Accelerate cannot read, or that would silently change what is
+# trained: the allowed values, and the remedy for all others. Accelerate 1.15 reads FSDP_*,
+# MEGATRON_LM_*, ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only if one of these asks for it.
 VARIABLES = {
+    "WORLD_SIZE": NUMBER,
+    "LOCAL_WORLD_SIZE": NUMBER,
+    "RANK": NUMBER,
+    "LOCAL_RANK": NUMBER,
+    "GROUP_RANK": NUMBER,
+    "MASTER_PORT": NUMBER,
+    "ACCELERATE_USE_CPU": SWITCH,
+    "ACCELERATE_DEBUG_MODE": SWITCH,
+    "FORK_LAUNCHED": SWITCH,
     "ACCELERATE_MIXED_PRECISION": ("no|fp16|bf16", "use bf16, fp16 or no"),
-    "ACCELERATE_USE_FSDP": (f"{TRUE}|{FALSE}", "use true or false"),
+    "ACCELERATE_USE_FSDP": SWITCH,
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
     "ACCELERATE_USE_MEGATRON_LM": NO_SHARDS,
     **dict.fromkeys(SIZES, SIZE),
@@ -63,20 +71,33 @@ IGNORED_FLAGS = re.compile(
 )
 
 
-def check_values() -> None:
-    """Refuse variables that torch and Accelerate read as a number, or as yes or no, and are none.
+def check_launch() -> str:
+    """Refuse a launch that cannot be carried out as asked. Call before Accelerator(...).
 
-    One that is empty counts as one that is not set.
+    Returns the mixed precision that the launch asks for. Raises UsageError on every process alike.
     """
-    env = os.environ
-    for name in NUMBERS:
-        if name == "MASTER_PORT" and int(env.get("WORLD_SIZE") or 1) == 1:
-            continue  # Kubernetes sets it to an address for a service called master
-        if not re.fullmatch("[0-9]{0,9}", env.get(name, "")):
-            raise UsageError(f"{name}={env[name]} is not a whole number: unset it, or correct it")
-    for name in SWITCHES:
-        if not re.fullmatch(f"{TRUE}|{FALSE}", env.get(name, "")):
-            raise UsageError(f"{name}={env[name]}: use true or false, or unset it")
+    precision = check_variables()
+    check_ranks()
+    check_launcher_flags()
+    check_restarts()
+    check_devices()
+    num_copies(int(os.environ.get("WORLD_SIZE") or 1))
+    # With it Accelerate would make a mesh by itself, and refuse that on the CPU: see sharded.shard.
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+    return precision
+
+
+def check_variables() -> str:
+    """Refuse values that VARIABLES does not allow; return the mixed precision."""
+    env = dict(os.environ)
+    if (precision := precision_of_notebook_launcher()) != "no":
+        env["ACCELERATE_MIXED_PRECISION"] = precision
+    for name, (allowed, remedy) in VARIABLES.items():
+        # Kubernetes sets MASTER_PORT to an address for a service that is called master.
+        is_read = name != "MASTER_PORT" or env.get("WORLD_SIZE", "1") not in ("", "1")
+        if is_read and name in env and not re.fullmatch(allowed, env[name]):
+            raise UsageError(f"{name}={env[name]}: {remedy}, or unset it")
+    return env.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def check_ranks() -> None:
@@ -91,6 +112,13 @@ def check_ranks() -> None:
                 "accelerate launch or torchrun on each node (under Slurm as in "
                 f"docs/slurm/train.sbatch), or, if these are separate runs, unset {name}"
             )
+    # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
+    if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
+        raise UsageError(
+            f"MASTER_ADDR={env['MASTER_ADDR']} is set, but only this process was started: for "
+            "several use MULTI_GPU as in accelerate_configs/2cpu.yaml (distributed_type NO and "
+            "MULTI_CPU start one); for one process unset MASTER_ADDR"
+        )
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in env]
     if missing and (num_processes > 1 or env.keys() & {"RANK", "LOCAL_RANK"}):
         raise UsageError(
@@ -100,47 +128,11 @@ def check_ranks() -> None:
         )
 
 
-def check_launch() -> str:
-    """Refuse a launch that cannot be carried out as asked. Call before Accelerator(...).
-
-    Returns the mixed precision that the launch asks for. Raises UsageError on every process alike.
-    """
-    check_values()
-    check_ranks()
-    check_launcher_flags()
-    check_restarts()
-    check_devices()
-    precision = check_variables()
-    num_copies(int(os.environ.get("WORLD_SIZE") or 1))
-    # With it Accelerate would make a mesh by itself, and refuse that on the CPU: see shards.shard.
-    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
-    return precision
-
-
-def check_variables() -> str:
-    """Refuse variables that would silently change the training; return the mixed precision."""
-    env = dict(os.environ)
-    if (precision := precision_of_notebook_launcher()) != "no":
-        env["ACCELERATE_MIXED_PRECISION"] = precision
-    for name, value in env.items():
-        allowed, remedy = VARIABLES.get(name, (".*", ""))
-        if not re.fullmatch(allowed, value):
-            raise UsageError(f"{name}={value}: {remedy}, or unset it")
-    # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
-    if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
-        raise UsageError(
-            f"MASTER_ADDR={env['MASTER_ADDR']} is set, but only this process was started: for "
-            "several use MULTI_GPU as in accelerate_configs/2cpu.yaml (distributed_type NO and "
-            "MULTI_CPU start one); for one process unset MASTER_ADDR"
-        )
-    return env.get("ACCELERATE_MIXED_PRECISION", "no")
-
-
 def check_devices() -> None:
     """Refuse more GPUs than torch sees."""
     env = os.environ
     # A Slurm script or a cloud may set LOCAL_RANK and no LOCAL_WORLD_SIZE.
-    local_size = int(env.get("LOCAL_WORLD_SIZE", int(env.get("LOCAL_RANK", "0")) + 1))
+    local_size = int(env.get("LOCAL_WORLD_SIZE") or int(env.get("LOCAL_RANK") or 0) + 1)
     num_devices = torch.accelerator.device_count()
     # A CPU launch is recognised in two ways: accelerate's one-process launcher exports
     # ACCELERATE_USE_CPU; the N-process one does not, so its YAML hides all GPUs with gpu_ids.

@@ -153,23 +153,20 @@ def describe_node() -> dict[str, str]:
 
 
 def hash_sources() -> dict[str, str]:
-    """The hash of each file of the kit, of the script, and of what it has imported from its folder.
+    """The hash of each file that this process has imported of the kit or from beside the script.
 
     This works without git and covers edits that are not committed.
     """
     script = Path(sys.argv[0]).resolve()
     kit = Path(__file__).resolve().parents[1]
     loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
-    above = f"{script.parent}{os.sep}"
-    inside = [name for name in loaded if name.startswith(above) and "site-packages" not in name]
-    # Once each: the kit may lie in the folder of the script.
-    folders = dict.fromkeys(kit.rglob("*.py"), kit.parent)
-    folders |= dict.fromkeys(map(Path, [script, *inside]), script.parent)
-    return {
-        path.relative_to(folder).as_posix(): digest_file(path)
-        for path, folder in folders.items()
-        if path.is_file()
-    }
+    hashes = {}
+    for path in map(Path, [os.fspath(script), *loaded]):
+        is_beside = script.parent in path.parents and "site-packages" not in path.parts
+        folder = kit.parent if kit in path.parents else script.parent if is_beside else None
+        if folder is not None and path.is_file():
+            hashes[path.relative_to(folder).as_posix()] = digest_file(path)
+    return hashes
 
 
 def node_name() -> str:

@@ -18,7 +18,6 @@ from torch import nn
 
 from trainkit.checkpoints.facts import Facts
 from trainkit.config import TrainingConfig
-from trainkit.launch.cores import describe_cores
 from trainkit.launch.environment import num_copies
 from trainkit.numbers.optim import num_parameters
 from trainkit.repairs.private_names import prepared_schedulers
@@ -42,7 +41,6 @@ def describe_plan(facts: Facts, plan: dict[str, str]) -> str:
     num_steps = config.epochs * length.steps_per_epoch
     lines = {
         "device": describe_world(accelerator),
-        **describe_busy_cores(accelerator),
         **{name: text for name, text in plan.items() if name != "next"},
         "samples": f"{len(facts.sets[0])}{unused}, {len(facts.sets[1])} to evaluate",
         "model": "; ".join(describe_model(accelerator, model) for model in models),
@@ -147,14 +145,6 @@ def describe_world(accelerator: Accelerator) -> str:
     if (copies := num_copies(accelerator.num_processes)) > 1:
         sharded = f", {copies} copies, each sharded over {accelerator.num_processes // copies}"
     return f"{processes} on {device}, {precision}{threads}{sharded}"
-
-
-def describe_busy_cores(accelerator: Accelerator) -> dict[str, str]:
-    """Return a line of the plan, if this is a run on CPUs that other programs need too."""
-    if accelerator.device.type != "cpu":
-        return {}
-    text = describe_cores(accelerator.num_processes)
-    return {"cores": text} if text else {}
 
 
 def describe_run(accelerator: Accelerator, config: TrainingConfig) -> dict[str, Any]:
