@@ -16,7 +16,7 @@ import train_mnist
 import train_regression
 from trainkit.config import UNSET, TrainingConfig, parse
 from trainkit.numbers.orders import Progress
-from trainkit.run.results import update_best
+from trainkit.run.ending import update_best
 from trainkit.store import places as stores
 from trainkit.tables.sets import TableConfig
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count, islice
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    ROOT,
     assert_same_bytes,
     contents,
     posix_only,
@@ -34,7 +36,9 @@ from trainkit.numbers.loaders import InMemory
 from trainkit.numbers.means import RunningMeans, sum_and_count, sum_of
 from trainkit.repairs.private_names import named_weights
 from trainkit.repairs.replaced import name_without_compiler
+from trainkit.run.plan import SHIPPED, describe_rehearsal
 from trainkit.run.run import Run
+from trainkit.store.rehearsals import mark_of_rehearsal
 from trainkit.store.weights import read_weights
 
 
@@ -468,6 +472,24 @@ def test_a_run_that_misses_its_target_is_whole_and_ends_with_3(tmp_path, capfd, 
     said = capfd.readouterr().out
     assert ("eval_loss:max:1e9 is missed: eval_loss is" in said) == bool(code)
     assert (tmp_path / "DONE").exists() and "next: what to do then" in said
+
+
+def test_a_script_that_no_rehearsal_has_passed_says_so_until_one_has(tmp_path, monkeypatch):
+    mine = tmp_path / "mine.py"
+    mine.write_text("x = 1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None))
+    shipped = {path.stem for path in [*ROOT.glob("train_*.py"), *ROOT.glob("examples/*.py")]}
+    assert shipped == {*SHIPPED.split()}
+    assert not describe_rehearsal(ROOT / "examples/gan.py")
+    line = {"not rehearsed": f"python -m trainkit.tools.rehearse {mine}"}
+    assert describe_rehearsal(mine) == line
+    mark = mark_of_rehearsal(mine)
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    assert not describe_rehearsal(mine)
+    mine.write_text("x = 2")
+    assert describe_rehearsal(mine) == line
 
 
 def test_a_target_that_no_evaluation_has_is_refused_after_the_first(tmp_path):

@@ -4,16 +4,17 @@ The world of a run (its processes, device and versions) may differ, but then rou
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from trainkit.checkpoints import sharded as shards
 from trainkit.checkpoints.content import hash_fixed, text_of
-from trainkit.checkpoints.facts import Facts
+from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest
 from trainkit.launch import nodes
@@ -42,27 +43,29 @@ HASHES_OF_BEFORE = (
 
 
 def fingerprint_run(
-    facts: Facts, metadata: dict[str, Any], started_from: str, fixed: dict[str, Any]
+    accelerator: Accelerator,
+    config: TrainingConfig,
+    models: Sequence[nn.Module],
+    data_hashes: dict[str, str],
+    metadata: dict[str, Any],
+    started_from: str,
+    fixed: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the values by the names used in messages. Every process must call this.
 
-    started_from is the hash of --start-from; fixed has what is used and not trained, by name. A
-    data set with fingerprint() returns an entry for each of its files, so that a message can name
-    the file that changed. Raises UsageError on all processes if their values differ.
+    data_hashes are those of the sets; started_from is that of --start-from; fixed has what is used
+    and not trained, by name. Raises UsageError on all processes if their values differ.
     """
-    accelerator, models = facts.accelerator, facts.prepared.models
     with failing_together(accelerator, "run.begin(...) cannot read what is fixed"):
         hashes = {f"fixed[{name}]": hash_fixed(name, value) for name, value in fixed.items()}
-    files = [dataset.fingerprint() for dataset in facts.sets if hasattr(dataset, "fingerprint")]
     orders = []
     for batches in filter(None, map(batches_of, prepared_loaders(accelerator))):
         if batches.is_custom:
             order = batches.order(0, 0, min(batches.num_samples, NUM_HELD))
             orders.append(text_of(order))
     fingerprint = {
-        **facts.config.experiment(),
-        **{name: value for of in files for name, value in of.items()},
-        "data": facts.data_fingerprint,
+        **config.experiment(),
+        **data_hashes,
         "weights= or order= of the samples": digest("".join(orders)),
         "size": num_parameters(models),
         **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},

@@ -73,8 +73,11 @@ def fingerprint_set(dataset: Any) -> tuple[list[str], list[dict[str, str]], set[
 
 def load_checked(
     accelerator: Accelerator, config: TrainingConfig, load_data: Callable[[TrainingConfig], tuple]
-) -> tuple[tuple, str]:
-    """Return load_data(config), and the fingerprint of the sets that it begins with.
+) -> tuple[tuple, dict[str, str]]:
+    """Return load_data(config), and hashes of the sets that it begins with, by name.
+
+    A set with fingerprint() has one for each of its files, so that a message can name the file that
+    changed.
 
     One process per file system calls load_data first, to fill caches. Every process must call this.
 
@@ -91,7 +94,10 @@ def load_checked(
             "script needs"
         )
     config.validate(accelerator.num_processes, is_loaded=True)  # it may have set some values
-    return data, check_data(accelerator, config, *data[:2])
+    hashes = {"data": check_data(accelerator, config, *data[:2])}
+    for dataset in data[:2]:
+        hashes |= dataset.fingerprint() if hasattr(dataset, "fingerprint") else {}
+    return data, hashes
 
 
 def check_data(

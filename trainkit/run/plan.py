@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -16,33 +16,37 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
 
-from trainkit.checkpoints.facts import Facts
 from trainkit.config import TrainingConfig
 from trainkit.launch.environment import num_copies
 from trainkit.numbers.optim import num_parameters
 from trainkit.repairs.private_names import prepared_schedulers
+from trainkit.store.rehearsals import mark_of_rehearsal
 from trainkit.text import count
 
+if TYPE_CHECKING:
+    from trainkit.run.run import Run
+
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+# Scripts that are rehearsed by the tests of this repository, at its top and in examples/.
+SHIPPED = "train_mnist train_regression docstrings finetune gan gpt mixture pictures preference "
+SHIPPED += "table text two_towers windows"
 
 
-def describe_plan(facts: Facts, plan: dict[str, str]) -> str:
-    """Return the plan of a run, including the script's own lines."""
-    config = facts.config
-    accelerator = facts.accelerator
-    length = facts.length
-    models = facts.prepared.models
-    optimizers = facts.prepared.optimizers
+def describe_plan(run: "Run", plan: dict[str, str]) -> str:
+    """Return the plan of a run that has begun, including the script's own lines."""
+    config, accelerator, length = run.config, run.accelerator, run.length
+    models, optimizers = run.models, run.prepared.optimizers
+    num_train, num_eval = map(len, run.sets)
     num_processes = accelerator.num_processes
     num_parts = num_processes * config.accumulate
-    left_out = len(facts.sets[0]) - length.num_used
+    left_out = num_train - length.num_used
     unused = f" (the last {left_out} of each shuffle are left out)" if left_out else ""
     ends = f"{length.last_step} (--stop-after-steps) of " if config.stop_after_steps else ""
     num_steps = config.epochs * length.steps_per_epoch
     lines = {
         "device": describe_world(accelerator),
         **{name: text for name, text in plan.items() if name != "next"},
-        "samples": f"{len(facts.sets[0])}{unused}, {len(facts.sets[1])} to evaluate",
+        "samples": f"{num_train}{unused}, {num_eval} to evaluate",
         "model": "; ".join(describe_model(accelerator, model) for model in models),
         "batch": f"{config.batch_size} per step = {count(num_processes, 'process')} x "
         f"{count(config.accumulate, 'micro-batch')} x {config.batch_size // num_parts}",
@@ -56,8 +60,7 @@ def describe_plan(facts: Facts, plan: dict[str, str]) -> str:
     if config.ema:
         lines["average"] = f"of the weights, decay {config.ema}: evaluated and written"
     layers = (layer for model in models for layer in model.modules())
-    untracked = (layer.running_mean is None for layer in layers if isinstance(layer, BATCH_NORMS))
-    if num_parts > 1 and any(untracked):  # others keep means, which a rehearsal compares
+    if num_parts > 1 and any(isinstance(layer, BATCH_NORMS) and layer.training for layer in layers):
         lines["note"] = (
             "BatchNorm: its numbers depend on how a batch is split, so other processes or "
             "micro-batches give other losses"
@@ -66,8 +69,22 @@ def describe_plan(facts: Facts, plan: dict[str, str]) -> str:
         lines["not trained"] = (
             f"{count(len(untrained), 'weight')} in no optimizer, such as {untrained[0]}"
         )
+    lines |= describe_rehearsal(Path(sys.argv[0]))
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def describe_rehearsal(script: Path) -> dict[str, str]:
+    """Return a line of the plan if this is a script of the user that no rehearsal has passed."""
+    is_module = getattr(sys.modules["__main__"], "__spec__", None) is not None  # python -m
+    folder, top = script.resolve().parent, Path(__file__).parents[2]
+    is_shipped = folder in (top, top / "examples") and script.stem in SHIPPED.split()
+    is_installed = folder.is_relative_to(sys.prefix)  # as what starts a notebook
+    if is_module or is_shipped or is_installed or script.suffix != ".py" or not script.is_file():
+        return {}
+    if mark_of_rehearsal(script).exists():
+        return {}
+    return {"not rehearsed": f"python -m trainkit.tools.rehearse {script}"}
 
 
 def names_of_untrained(

@@ -3,7 +3,6 @@
 Also best.safetensors of --keep-best, the weights that the first model had at the best evaluation.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -28,30 +27,6 @@ from trainkit.text import check_json, count, first_sentence
 
 Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadata
 TrainedWeights = Callable[[], AbstractContextManager]
-
-
-def update_best(config: TrainingConfig, progress: Progress) -> bool:
-    """Return whether this evaluation is the best so far, and record it in `progress`.
-
-    Evaluations without an improvement are counted; the run ends after --patience of them in a row.
-    """
-    name, direction = metric_and_direction(config.keep_best or "")
-    if name not in progress.metrics:
-        return False
-    if progress.best_name != f"{name}:{direction}":  # --keep-best was changed on a resume
-        progress.best = None
-        progress.num_worse = 0
-        progress.best_name = f"{name}:{direction}"
-    value, best = progress.metrics[name], progress.best
-    better = best is None or (value < best if direction == "min" else value > best)
-    if better and math.isfinite(value):
-        progress.best = value
-        progress.best_step = progress.step
-        progress.num_worse = 0
-        return True
-    progress.num_worse += 1
-    progress.ended |= config.patience is not None and progress.num_worse >= config.patience
-    return False
 
 
 class Results:
@@ -91,22 +66,9 @@ class Results:
                 described = describe_run(self.accelerator, self.config)
                 write_json(self.run_dir / "run.json", described)
 
-    def write_best(self, progress: Progress) -> tuple[bool, UsageError | None]:
-        """Write best.safetensors if this evaluation is the best by --keep-best; return whether.
-
-        The second value is an error if the evaluation lacks that metric, or that of --target.
-        """
-        wanted, metrics = self.config.keep_best, progress.metrics
-        is_best = update_best(self.config, progress)
-        if is_best:
-            self._write_model("best.safetensors", self.models[0], {"step": progress.step})
-        target = self.config.metric_target
-        asked = {f"--keep-best {wanted}": metric_and_direction(wanted)[0]} if wanted else {}
-        asked |= {f"--target {self.config.target}": target[0]} if target else {}
-        for flag, name in asked.items():
-            if name not in metrics:
-                return is_best, UsageError(f"{flag}: there are only {', '.join(metrics)}")
-        return is_best, None
+    def write_best(self, step: int) -> None:
+        """Write best.safetensors, the weights of the best evaluation, which was at this step."""
+        self._write_model("best.safetensors", self.models[0], {"step": step})
 
     def write_predictions(self, predictions: Predictions | None) -> None:
         """Write predictions.safetensors, if there are predictions."""

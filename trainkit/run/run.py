@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from trainkit.checkpoints.contents import Contents
-from trainkit.checkpoints.facts import Facts
 from trainkit.checkpoints.fingerprint import fingerprint_run
 from trainkit.checkpoints.frozen import Frozen
 from trainkit.checkpoints.save import Checkpoints, start_from
@@ -36,6 +35,13 @@ from trainkit.numbers.orders import Length
 from trainkit.run import evaluation
 from trainkit.run.data import load_checked
 from trainkit.run.ema import EMA
+from trainkit.run.ending import (
+    find_missing_metric,
+    leave_dry_run,
+    leave_if_missed,
+    leave_stopped,
+    update_best,
+)
 from trainkit.run.guards import (
     IN_BATCH,
     NEXT_BATCH,
@@ -47,13 +53,7 @@ from trainkit.run.plan import describe_plan
 from trainkit.run.prepared import Prepared, check_loader
 from trainkit.run.profile import Profile
 from trainkit.run.results import Results, check_predictions
-from trainkit.run.session import (
-    leave_dry_run,
-    leave_if_missed,
-    leave_processes,
-    leave_stopped,
-    start_accelerator,
-)
+from trainkit.run.session import leave_processes, start_accelerator
 from trainkit.run.step import CountValues, Step
 from trainkit.text import check_json
 
@@ -73,17 +73,11 @@ class Run:
         stage: which calls may come next: see run/guards.py.
         resources: what is cleaned up at the end.
         log: a Reporter, which writes metrics.jsonl and timing.jsonl.
-        print: prints on the main process.
-        sets: the training set and the evaluation set.
-        data_fingerprint: the hash of both.
+        sets, data_hashes: the training set and the evaluation set, and hashes of them by name.
         length: how long the run is in steps, and when it evaluates.
         prepared: what went through accelerator.prepare.
         models: the models without the wrappers of DDP and torch.compile.
-        results: writes the files that the run leaves.
         progress: where the run stands: progress.step, and progress.epoch, completed ones.
-        step: the current Step.
-        profile: what --profile measures.
-        means: of the values given to run.add.
     """
 
     def __init__(self, config: TrainingConfig, project: str):
@@ -122,7 +116,7 @@ class Run:
 
         One process per file system calls it first, to fill caches.
         """
-        data, self.data_fingerprint = load_checked(self.accelerator, self.config, load_data)
+        data, self.data_hashes = load_checked(self.accelerator, self.config, load_data)
         self.sets = data[:2]
         self.length = Length(self.config, len(data[0]))
         self.steps_per_epoch = self.length.steps_per_epoch  # for make_scheduler
@@ -148,51 +142,35 @@ class Run:
             fixed: modules, files and folders that are used and not trained, such as a teacher, by
                 name. Their content is compared between processes and on a resume.
         """
-        self.prepared = Prepared(self.accelerator, model)
-        self.models = self.prepared.models
-        self.frozen = Frozen(self.models)
-        facts = Facts(
-            self.accelerator,
-            self.config,
-            self.sets,
-            self.data_fingerprint,
-            self.length,
-            self.prepared,
-        )
+        accelerator, config, fixed = self.accelerator, self.config, fixed or {}
+        # What was prepared, and the plan.
+        self.prepared = Prepared(accelerator, model)
+        models = self.models = self.prepared.models
         self.next_command = (plan or {}).get("next", "")
-        self.print(describe_plan(facts, plan or {}))
-        if self.config.dry_run:
+        self.print(describe_plan(self, plan or {}))
+        if config.dry_run:
             self._begin_dry_run()
-        self.results = Results(
-            self.accelerator, self.config, self.models, metadata, self.frozen, save_frozen
+        # What is the same in every start: initial weights, and what a resume compares.
+        started_from, weights_hash = start_from(accelerator, config, models[0])
+        frozen = Frozen(models)
+        self.results = Results(accelerator, config, models, metadata, frozen, save_frozen)
+        fingerprint = fingerprint_run(
+            accelerator, config, models, self.data_hashes, metadata, weights_hash, fixed
         )
-        started_from, weights_hash = start_from(self.accelerator, self.config, self.models[0])
-        fingerprint = fingerprint_run(facts, metadata, weights_hash, fixed or {})
-        self.frozen.watch()
-        self._make_what_steps_change()
-        self._open_folder(fingerprint, fixed or {})
-        self._resume()
-        if self.progress.step == 0 and started_from:
-            self.print(started_from)
-        self._start()
-
-    def _make_what_steps_change(self) -> None:
-        """Make the parts that a step works with, and those that a checkpoint holds of it."""
-        self.step = Step(
-            self.accelerator,
-            self.config,
-            self.signals,
-            self.models,
-            self.length,
-            self.print,
-        )
+        # What changes with each step.
+        self.step = Step(accelerator, config, self.signals, models, self.length, self.print)
         self.resources.callback(self.step.release)
-        self.means = RunningMeans(self.accelerator, self.signals.gather)
-        self.ema = EMA(self.models, self.config.ema)
+        self.means = RunningMeans(accelerator, self.signals.gather)
+        self.ema = EMA(models, config.ema)
+        # What is on the disk.
+        contents = Contents(accelerator, frozen, self.ema.values, fixed, fingerprint)
+        self._open_folder(contents, fingerprint)
+        with self.ema.trained_weights():
+            self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
+        self._start(started_from)
 
-    def _open_folder(self, fingerprint: dict[str, Any], fixed: dict[str, Any]) -> None:
+    def _open_folder(self, contents: Contents, fingerprint: dict[str, Any]) -> None:
         """Open the mirror and the checkpoints, and lock the run folder."""
-        contents = Contents(self.accelerator, self.frozen, self.ema.values, fixed, fingerprint)
         self.checkpoints = Checkpoints(
             self.accelerator, self.config, fingerprint, self.log.tracker, self.means, contents
         )
@@ -201,13 +179,10 @@ class Run:
             self.resources.callback(lock.release)
         self.resources.callback(self.checkpoints.commits.close)
 
-    def _resume(self) -> None:
-        """Load the checkpoint of --resume, if there is one."""
-        with self.ema.trained_weights():
-            self.progress = self.checkpoints.resume(self.config.resume, self.length.last_step)
-
-    def _start(self) -> None:
+    def _start(self, started_from: str) -> None:
         """Write run.json, and start what watches the steps."""
+        if self.progress.step == 0 and started_from:
+            self.print(started_from)
         self.results.write_start()  # only now: a refused resume leaves DONE and run.json
         flags = {name: str(value) for name, value in vars(self.config).items()}
         self.accelerator.init_trackers(self.project, flags)
@@ -482,7 +457,9 @@ class Run:
         if progress.step_in_epoch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
         # Both before a checkpoint that records this evaluation as done.
-        is_best, unknown_metric = self.results.write_best(progress)
+        unknown_metric = find_missing_metric(self.config, progress.metrics)
+        if is_best := update_best(self.config, progress):
+            self.results.write_best(progress.step)
         if length.is_over(progress):
             self.results.write_predictions(predicted)
         is_saved = self.checkpoints.saved_step == progress.step

@@ -1,9 +1,7 @@
 """Set up the devices, processes, precision and sharding that the YAML asks for, or refuse."""
 
 import signal
-import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs
@@ -11,7 +9,6 @@ from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwa
 from trainkit.checkpoints import sharded as shards
 from trainkit.checkpoints.resume import check_given
 from trainkit.config import TrainingConfig
-from trainkit.errors import EXIT_STOPPED, EXIT_TARGET_MISSED
 from trainkit.launch import environment, nodes, processes
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import (
@@ -88,30 +85,3 @@ def end_training(accelerator: Accelerator) -> None:
     """
     ENDED.extend((torch.distributed.group.WORLD, *mesh_groups(accelerator).values()))
     accelerator.end_training()
-
-
-def leave_dry_run(log: Reporter, tried: str) -> NoReturn:
-    """End every process of a dry run with exit code 0."""
-    log.bar.close()
-    log.print(f"dry run: a step and {tried} were tried, and nothing was written")
-    sys.exit(0)
-
-
-def leave_if_missed(
-    config: TrainingConfig, metrics: dict[str, float], say: Callable[[str], object]
-) -> None:
-    """End every process with exit code 3 if the metrics of the last evaluation miss --target."""
-    if config.metric_target is None:
-        return
-    name, direction, wanted = config.metric_target
-    value = metrics[name]
-    if not (value <= wanted if direction == "min" else value >= wanted):
-        say(f"--target {config.target} is missed: {name} is {value:.6g}")
-        sys.exit(EXIT_TARGET_MISSED)
-
-
-def leave_stopped(signals: Signals, log: Reporter, step: int) -> NoReturn:
-    """End every process with exit code 75, after a checkpoint of this step."""
-    signals.ignore(signal.SIGINT)
-    log.say_stopped(signals.signal_name, step)
-    sys.exit(EXIT_STOPPED)

@@ -1,0 +1,77 @@
+"""How a run ends: by --patience, by a signal, as a dry run, or without reaching --target."""
+
+import math
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from trainkit.config import TrainingConfig, metric_and_direction
+from trainkit.errors import EXIT_STOPPED, EXIT_TARGET_MISSED, UsageError
+from trainkit.launch.signals import Signals
+from trainkit.numbers.orders import Progress
+from trainkit.run.reporter import Reporter
+
+
+def update_best(config: TrainingConfig, progress: Progress) -> bool:
+    """Return whether this evaluation is the best so far, and record it in `progress`.
+
+    Evaluations without an improvement are counted; the run ends after --patience of them in a row.
+    """
+    name, direction = metric_and_direction(config.keep_best or "")
+    if name not in progress.metrics:
+        return False
+    if progress.best_name != f"{name}:{direction}":  # --keep-best was changed on a resume
+        progress.best = None
+        progress.num_worse = 0
+        progress.best_name = f"{name}:{direction}"
+    value, best = progress.metrics[name], progress.best
+    better = best is None or (value < best if direction == "min" else value > best)
+    if better and math.isfinite(value):
+        progress.best = value
+        progress.best_step = progress.step
+        progress.num_worse = 0
+        return True
+    progress.num_worse += 1
+    progress.ended |= config.patience is not None and progress.num_worse >= config.patience
+    return False
+
+
+def find_missing_metric(config: TrainingConfig, metrics: dict[str, float]) -> UsageError | None:
+    """An error if an evaluation lacks the metric of --keep-best or of --target."""
+    asked = {}
+    if config.keep_best:
+        asked[f"--keep-best {config.keep_best}"] = metric_and_direction(config.keep_best)[0]
+    if config.metric_target:
+        asked[f"--target {config.target}"] = config.metric_target[0]
+    for flag, name in asked.items():
+        if name not in metrics:
+            return UsageError(f"{flag}: there are only {', '.join(metrics)}")
+    return None
+
+
+def leave_if_missed(
+    config: TrainingConfig, metrics: dict[str, float], say: Callable[[str], object]
+) -> None:
+    """End every process with exit code 3 if the metrics of the last evaluation miss --target."""
+    if config.metric_target is None:
+        return
+    name, direction, wanted = config.metric_target
+    value = metrics[name]
+    if not (value <= wanted if direction == "min" else value >= wanted):
+        say(f"--target {config.target} is missed: {name} is {value:.6g}")
+        sys.exit(EXIT_TARGET_MISSED)
+
+
+def leave_dry_run(log: Reporter, tried: str) -> NoReturn:
+    """End every process of a dry run with exit code 0."""
+    log.bar.close()
+    log.print(f"dry run: a step and {tried} were tried, and nothing was written")
+    sys.exit(0)
+
+
+def leave_stopped(signals: Signals, log: Reporter, step: int) -> NoReturn:
+    """End every process with exit code 75, after a checkpoint of this step."""
+    signals.ignore(signal.SIGINT)
+    log.say_stopped(signals.signal_name, step)
+    sys.exit(EXIT_STOPPED)
