@@ -19,116 +19,31 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from trainkit import startup
+from trainkit import startup, tables, texts
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
 from tyro.conf import Positional
 
 from trainkit.config import flag, parse
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.pictures.files import standardise
 from trainkit.reading.paths import refuse_pipe
+from trainkit.reading.predictor import Classifier, Predictor
 from trainkit.repairs.private_names import plain_name
 from trainkit.repairs.replaced import name_without_compiler
 from trainkit.store import records
 from trainkit.store.jsons import from_exact_json
 from trainkit.text import printable
-from trainkit.tools.calibration import calibrate
 from trainkit.tools.photos import learn_framing, read_photo
 
 FOLDERS = (Path(__file__).parent, Path(__file__).parent / "examples")  # of training scripts
-
-
-class Predictor(nn.Module):
-    """A trained model that takes inputs as they are in files, and answers as a person reads it.
-
-    A kind of input is a subclass and its entry in KINDS: forward maps inputs (n, ...) to outputs;
-    predict_file returns what the model says of a file, or raises UsageError; example_inputs makes
-    random inputs, with which an exported model is checked. BUILDERS says how a kind is shown
-    in trainkit/tools/page.py and by write_example in trainkit/tools/export.py.
-
-    Args:
-        model: the trained model.
-        metadata: what is saved with the weights.
-        evaluated: the tensors of predictions.safetensors.
-    """
-
-    options: tuple[str, ...] = ()  # arguments of predict_file that are flags of predict.py
-    weights = "model.safetensors"  # the file in the run folder that has all weights
-    example_inputs: Callable[[], torch.Tensor]
-    predict_file: Callable[..., str]
-
-    def __init__(
-        self, model: nn.Module, metadata: dict[str, Any], evaluated: dict[str, torch.Tensor]
-    ):
-        super().__init__()
-        self.model = model
-        self.metadata = metadata
-        self.evaluated = evaluated
-
-    def open(self, script: Any, run_dir: Path) -> None:
-        """Load what else this kind of input needs, from the script or from the run folder."""
-
-    def numbers(self, name: str) -> torch.Tensor:
-        """Return numbers of the metadata, float64."""
-        return torch.tensor(self.metadata[name], dtype=torch.float64)
-
-
-class Classifier(Predictor):
-    """Maps inputs to class probabilities, (n, classes), calibrated on the evaluated samples.
-
-    In a subclass, read returns a file as inputs of forward (n = 1) and what is doubtful about it or
-    "", or raises UsageError; prepare returns the inputs as the model takes them.
-    """
-
-    read: Callable[..., tuple[torch.Tensor, str]]
-
-    def __init__(self, *run: Any):
-        super().__init__(*run)
-        self.calibration = {"temperature": 1.0, "threshold": 0.0}
-        if "logits" in self.evaluated:
-            self.calibration = calibrate(self.evaluated["logits"], self.evaluated["target"])
-
-    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        logits = self.model(self.prepare(inputs))
-        return (logits / self.calibration["temperature"]).softmax(1)
-
-    def predict_file(self, path: Path, **options: Any) -> str:
-        """Return the most probable classes, or say that the model is unsure. Raises UsageError."""
-        text, _ = self.answer_file(path, **options)
-        return text
-
-    def answer_file(self, path: Path, **options: Any) -> tuple[str, dict[str, Any]]:
-        """Return what predict_file does, and the row of the file for --csv. Raises UsageError."""
-        inputs, said = self.read(path, **options)
-        probabilities = self(inputs)[0]
-        share, number = probabilities.max(0)
-        doubt = said
-        if not doubt and share < self.calibration["threshold"]:
-            doubt = "less sure than of 95 in 100 evaluated samples"
-        row = {"prediction": self.metadata["classes"][number], "probability": share.item()}
-        return f"{path}: {self.describe(probabilities, said)}", row | {"doubt": doubt}
-
-    def describe(self, probabilities: torch.Tensor, doubt: str = "") -> str:
-        """Say which classes are the most probable ones, or that the model is unsure."""
-        best = zip(*probabilities.topk(min(3, len(probabilities))), strict=True)
-        first, *others = (f"{self.metadata['classes'][number]} {p:.2%}" for p, number in best)
-        if doubt:
-            first = f"unsure ({doubt}), perhaps {first}"
-        elif probabilities.max() < self.calibration["threshold"]:
-            first = f"unsure, perhaps {first}"
-        return first + (f"  (then {', '.join(others)})" if others else "")
 
 
 class PixelClassifier(Classifier):
@@ -175,101 +90,6 @@ class PhotoPredictor(PixelClassifier):
         return pixels[None], ""
 
 
-class TableRows(Predictor):
-    """Takes features, float64 (n, features), in their own units.
-
-    They are float64 because float32 cannot tell ids or times in milliseconds apart. In a subclass,
-    answer_rows returns the columns that are written for inputs of forward.
-    """
-
-    options = ("encoding",)
-    answer_rows: Callable[[torch.Tensor], dict[str, Any]]
-
-    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
-        return ((inputs - self.numbers("feature_mean")) / self.numbers("feature_std")).float()
-
-    def example_inputs(self) -> torch.Tensor:
-        mean = self.numbers("feature_mean")
-        std = self.numbers("feature_std")
-        return torch.randn(64, len(mean)) * std + mean
-
-    def predict_file(self, path: Path, **options: Any) -> str:
-        """Write TABLE_predictions.csv: the rows of a table and the columns of answer_rows."""
-        from trainkit.tables import add_predictions  # here: pandas takes half a second
-
-        return add_predictions(path, self.metadata, self.answer_rows, options.get("encoding"))
-
-
-class TablePredictor(TableRows):
-    """Maps features to targets, (n, targets), in their own units."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = self.model(self.prepare(inputs))
-        return outputs * self.numbers("target_std") + self.numbers("target_mean")
-
-    def answer_rows(self, inputs: torch.Tensor) -> dict[str, Any]:
-        outputs = zip(self.metadata["targets"], self(inputs).numpy().T, strict=True)
-        return {f"predicted_{name}": values for name, values in outputs}
-
-
-class TableClassifier(TableRows, Classifier):
-    """Maps features to class probabilities."""
-
-    def answer_rows(self, inputs: torch.Tensor) -> dict[str, Any]:
-        probability, number = self(inputs).max(1)
-        (name,), classes = self.metadata["targets"], self.metadata["classes"]
-        answers = [classes[n] for n in number.tolist()]
-        return {f"predicted_{name}": answers, f"probability_{name}": probability.numpy()}
-
-
-class TextPredictor(Classifier):
-    """Classifies texts: tokens, int64 (n, longest), and their lengths, as collate of the script.
-
-    A file is a .txt file, of which each line is a text, or a table.
-    """
-
-    options = ("encoding",)
-
-    def open(self, script: Any, run_dir: Path) -> None:
-        from trainkit.texts import (
-            load_tokenizer,
-            make_bags,
-            tokenize,
-        )  # here: pandas takes half a second
-
-        self.collate = script.collate
-        if self.metadata["encoder"] is None:
-            self.tokenize = partial(make_bags, num_bits=self.metadata["num_bits"])
-        else:
-            options = {"max_tokens": self.metadata["max_tokens"]}
-            options["tokenizer"] = load_tokenizer(run_dir / "tokenizer")
-            self.tokenize = partial(tokenize, **options)
-
-    def forward(self, inputs: Any) -> torch.Tensor:
-        logits = self.model(inputs.tokens, inputs.lengths)
-        return (logits / self.calibration["temperature"]).softmax(1)
-
-    def read(self, text: str) -> tuple[Any, str]:
-        """Return a text as inputs of forward (n = 1), and no doubt about it."""
-        return self.collate([(tokens, 0) for tokens in self.tokenize([text])]), ""
-
-    def predict_file(self, path: Path, **options: Any) -> str:
-        """Return a line for each text of the file: its number, and the answer of Classifier.
-
-        Of lines without a text that follow one another the first is named.
-        """
-        from trainkit.texts import read_texts
-
-        encoding = options.get("encoding") or self.metadata.get("encoding")
-        lines, notes = read_texts(path, self.metadata.get("text"), encoding)
-        answers = [
-            f"{path}:{number}: {self.describe(self(self.read(line)[0])[0]) if line else 'no text'}"
-            for number, line in enumerate(lines, 1)
-            if line or number == 1 or lines[number - 2]
-        ]
-        return "\n".join([*notes, *answers]) or f"{path}: no text"
-
-
 class OwnPredictor(Predictor):
     """The model of a script that has answer(model, metadata, path): a text, printed as it is."""
 
@@ -281,12 +101,12 @@ class OwnPredictor(Predictor):
 
 
 # What a script may give as "input" in its metadata, and what then uses its model.
-KINDS: dict[str, type[Predictor]] = {
-    "picture": PicturePredictor,
-    "photo": PhotoPredictor,
-    "table": TablePredictor,
-    "table_class": TableClassifier,
-    "text": TextPredictor,
+KINDS: dict[str, Callable[[], type[Predictor]]] = {
+    "picture": lambda: PicturePredictor,
+    "photo": lambda: PhotoPredictor,
+    "table": lambda: tables.TablePredictor,  # pandas takes half a second
+    "table_class": lambda: tables.TableClassifier,
+    "text": lambda: texts.TextPredictor,
 }
 
 
@@ -303,21 +123,22 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
             metadata = from_exact_json((file.metadata() or {})["trainkit"])
         evaluated, _ = records.load_predictions(run_dir / records.PREDICTIONS)
         script = load_script(script_path or find_script(metadata["script"]))
-        kind = KINDS.get(metadata.get("input", ""))
+        find_kind = KINDS.get(metadata.get("input", ""))
         if hasattr(script, "answer"):
-            kind, metadata["input"] = OwnPredictor, "file that answer() reads"
+            find_kind, metadata["input"] = lambda: OwnPredictor, "file that answer() reads"
         pretrained = run_dir / "pretrained"
-        if kind is None and (pretrained / "tokenizer_config.json").is_file():
+        if find_kind is None and (pretrained / "tokenizer_config.json").is_file():
             raise UsageError(
                 f"{run_dir} is a language model: ask it with `python -m trainkit.language.ask "
                 f"{shlex.quote(str(run_dir))}`; transformers loads it from {pretrained}"
             )
-        if kind is None or not hasattr(script, "make_model"):
+        if find_kind is None or not hasattr(script, "make_model"):
             raise UsageError(
                 f"{metadata['script']}.py made the run, and predict.py needs two things from it: "
                 "make_model(metadata), and answer(model, metadata, path) or, in what it gives "
                 f'run.begin, "input", one of {", ".join(KINDS)} (docs/results.md)'
             )
+        kind = find_kind()
         saved = load_file(run_dir / kind.weights)
         weights = {plain_name(name): value for name, value in saved.items()}
         # The model that the metadata describe is compared with the weights before it takes memory.
@@ -460,9 +281,7 @@ def predict_files(
             print(printable(f"error: {error}"), flush=True)
         rows.append(row)
     if csv_path is not None:
-        from trainkit.tables import write_answers  # here: pandas takes half a second
-
-        print(printable(write_answers(csv_path, rows)))
+        print(printable(tables.write_answers(csv_path, rows)))
     if failed:
         raise UsageError(f"{failed} of {len(paths)} files cannot be used")
 

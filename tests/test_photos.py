@@ -7,8 +7,8 @@ from conftest import first_pictures
 from PIL import Image, ImageFilter, ImageOps
 
 import predict
+from trainkit.reading.predictor import calibrate
 from trainkit.tools import photos
-from trainkit.tools.calibration import calibrate
 
 KINDS = ("uneven light", "on a table", "pencil", "coloured ink", "lined", "turned", "no contrast")
 

@@ -117,9 +117,9 @@ READ = {
 }  # fmt: skip
 
 
-def untrained(metadata) -> predict.TablePredictor:
+def untrained(metadata):
     torch.manual_seed(0)
-    kind = predict.KINDS[metadata["input"]]
+    kind = predict.KINDS[metadata["input"]]()
     model = script.make_model(metadata)
     model.weight[-1] = torch.randn(model.weight[-1].shape)
     return kind(model, metadata, {}).eval().requires_grad_(False)

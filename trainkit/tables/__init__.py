@@ -17,6 +17,8 @@ NAMES = {
     "choose_sizes": "network",
     "set_scale": "network",
     "start_linear": "network",
+    "TableClassifier": "predictions",
+    "TablePredictor": "predictions",
     "add_predictions": "predictions",
     "write_answers": "predictions",
     "measure_classes": "scores",

@@ -15,6 +15,7 @@ import torch
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import frames
+from trainkit.reading.predictor import Classifier, Predictor
 from trainkit.store.atomic import write_durably
 from trainkit.tables.columns import Column, empty_cells, encode, read_cells
 from trainkit.text import count, shorten, write_number
@@ -28,6 +29,51 @@ MARGIN = 0.1
 OUTSIDE = "outside_training_range"  # the column that names such numbers, if there are any
 
 WRITTEN: dict[Path, Path] = {}  # by this process: each file and the table it was made from
+
+
+class TableRows(Predictor):
+    """Takes features, float64 (n, features), in their own units.
+
+    They are float64 because float32 cannot tell ids or times in milliseconds apart. In a subclass,
+    answer_rows returns the columns that are written for inputs of forward.
+    """
+
+    options = ("encoding",)
+    answer_rows: Callable[[torch.Tensor], dict[str, Any]]
+
+    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
+        return ((inputs - self.numbers("feature_mean")) / self.numbers("feature_std")).float()
+
+    def example_inputs(self) -> torch.Tensor:
+        mean = self.numbers("feature_mean")
+        std = self.numbers("feature_std")
+        return torch.randn(64, len(mean)) * std + mean
+
+    def predict_file(self, path: Path, **options: Any) -> str:
+        """Write TABLE_predictions.csv: the rows of a table and the columns of answer_rows."""
+        return add_predictions(path, self.metadata, self.answer_rows, options.get("encoding"))
+
+
+class TablePredictor(TableRows):
+    """Maps features to targets, (n, targets), in their own units."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.model(self.prepare(inputs))
+        return outputs * self.numbers("target_std") + self.numbers("target_mean")
+
+    def answer_rows(self, inputs: torch.Tensor) -> dict[str, Any]:
+        outputs = zip(self.metadata["targets"], self(inputs).numpy().T, strict=True)
+        return {f"predicted_{name}": values for name, values in outputs}
+
+
+class TableClassifier(TableRows, Classifier):
+    """Maps features to class probabilities."""
+
+    def answer_rows(self, inputs: torch.Tensor) -> dict[str, Any]:
+        probability, number = self(inputs).max(1)
+        (name,), classes = self.metadata["targets"], self.metadata["classes"]
+        answers = [classes[n] for n in number.tolist()]
+        return {f"predicted_{name}": answers, f"probability_{name}": probability.numpy()}
 
 
 def add_predictions(

@@ -18,6 +18,7 @@ NAMES = {
     "make_encoder": "encoders",
     "read_encoder": "encoders",
     "write_results": "encoders",
+    "TextPredictor": "predictor",
     "TextConfig": "texts",
     "choose_order": "texts",
     "fit_bag": "texts",
