@@ -5,10 +5,8 @@ that of least squares (benchmarks/RECORDS.md). A table of your own: examples/tab
 
 python train_regression.py
 accelerate launch --config_file accelerate_configs/2cpu.yaml train_regression.py
-python train_regression.py --model mlp --hidden 64,64 --loss huber
 """
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainkit.config import Count, NonNegative, ReadOnlyIf, Schedule, Seed, TrainingConfig, parse
-from trainkit.tables import TableSets, Widths, make_number_sets, measure_numbers
+from trainkit.tables import TABLE_FLAGS, Widths, make_number_sets, measure_numbers
 
 LOSSES: dict[str, Callable] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
 
@@ -36,10 +34,7 @@ class MLP(nn.Sequential):
         super().__init__(*layers[:-1])
 
 
-MODELS: dict[str, Callable[[int, int, Sequence[int]], nn.Module]] = {
-    "linear": lambda num_features, num_targets, hidden: nn.Linear(num_features, num_targets),
-    "mlp": MLP,
-}
+MODELS: dict[str, Callable] = {"linear": lambda n, m, hidden: nn.Linear(n, m), "mlp": MLP}
 
 
 def make_model(metadata: dict[str, Any]) -> nn.Module:
@@ -66,13 +61,8 @@ class Config(TrainingConfig):
     loss: Literal["mse", "mae", "huber"] = "mse"
     """huber: squared below 1, absolute above"""
 
-    OF_TABLES = "--data --eval-data --features --categorical --missing --separator --encoding"
-    MOVED = dict.fromkeys(
-        OF_TABLES.split(),
-        "tables are for another script: python examples/table.py --data FILE --target COLUMN",
-    )
+    MOVED = TABLE_FLAGS  # to examples/table.py
 
-    # These defaults differ from those of trainkit.config.
     epochs: int = 30
     batch_size: int = 32
     learning_rate: float = 3e-2
@@ -80,35 +70,27 @@ class Config(TrainingConfig):
     schedule: Schedule = "cosine"
 
 
-def load_data(config: Config) -> TableSets:
-    """Return the training set, the evaluation set (with row numbers), metadata, and the plan.
-
-    Targets are weights x features + bias + normal noise.
-    """
+def load_data(config: Config) -> tuple:
+    """Return sets to train and to evaluate on, metadata, plan; y = weights x + bias + noise."""
     generator = torch.Generator().manual_seed(config.data_seed)  # only used here
     size = {"generator": generator, "dtype": torch.float64}
     truth = torch.randn(config.num_targets, config.num_features + 1, **size)  # the bias comes last
     features = torch.randn(config.num_samples, config.num_features, **size)
     noise = config.noise * torch.randn(config.num_samples, config.num_targets, **size)
     targets = features @ truth[:, :-1].T + truth[:, -1] + noise
-    made = make_number_sets(features, targets, 0.2, config.data_seed)
+    made = make_number_sets(features, targets, config)
     of_model = {"script": Path(__file__).stem, "model": config.model}
     of_model["hidden"] = config.hidden if config.model == "mlp" else []
     return made._replace(metadata={"truth": truth.tolist()} | made.metadata | of_model)
 
 
-def validate(
-    run: Run, model: nn.Module, loader: Any, eval_set: Any, loss: str, metadata: dict[str, Any]
-) -> tuple:
-    """Return the metrics, and the tensors and metadata of predictions.safetensors.
-
-    Every process must call this.
-    """
+def validate(run: Run, model: nn.Module, loader: Any, eval_set: Any, metadata: dict) -> tuple:
+    """Return metrics, and what predictions.safetensors holds. Every process must call this."""
     features, targets, rows = eval_set.tensors
     # Of each sample once, in the order of the set, on every process.
     outputs = run.predict(loader, lambda batch: model(batch[0]).float()).double()
     targets = targets.double()
-    metrics = {"eval_loss": LOSSES[loss](outputs, targets).item()}
+    metrics = {"eval_loss": LOSSES[run.config.loss](outputs, targets).item()}
     metrics |= measure_numbers(outputs.numpy(), targets.numpy(), metadata["baseline"])
     predictions = {"index": rows, "feature": features.double(), "prediction": outputs}
     names = {"targets": metadata["targets"], "feature": metadata["features"][0]}
@@ -129,7 +111,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             model, optimizer, train_loader, eval_loader, scheduler
         )
         run.begin(model, metadata, plan)  # locks the run folder, loads the checkpoint
-
         for _ in run.epochs():
             for features, targets, _ in run.steps(train_loader):
                 with accelerator.accumulate(model):
@@ -141,9 +122,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                 run.add(loss=losses)
                 if run.end_step():  # --save-every, or a signal to any process
                     run.save()  # accelerator.save_state; after a signal it ends the run with 75
-            run.end_epoch(*validate(run, model, eval_loader, eval_set, config.loss, metadata))
-
-        return run.finish(f"python app.py {shlex.quote(str(config.run_dir))}")
+            run.end_epoch(*validate(run, model, eval_loader, eval_set, metadata))
+        return run.finish()
 
 
 if __name__ == "__main__":

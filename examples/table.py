@@ -7,7 +7,6 @@ accelerate launch --config_file accelerate_configs/2cpu.yaml examples/table.py -
     --target species
 """
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     run.save()
             set_scale(accelerator, model, train_set, compute_losses)
             run.end_epoch(*validate(run, model, eval_loader, eval_set, metadata))
-        return run.finish(f"python app.py {shlex.quote(str(config.run_dir))}")
+        return run.finish()
 
 
 if __name__ == "__main__":

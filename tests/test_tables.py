@@ -26,7 +26,7 @@ from examples import table as script
 from trainkit.config import parse
 from trainkit.numbers.loaders import InMemory
 from trainkit.reading import encodings
-from trainkit.tables import Column, encode, measure_classes, measure_numbers, network, sets
+from trainkit.tables import Column, encode, measure_classes, measure_numbers, network
 from trainkit.tables.columns import INDEX, ask_missing, read_amount
 from trainkit.tools import page
 
@@ -210,16 +210,13 @@ REFUSED = {
     "constant features": ("t.csv", b"a,y\n1,2\n1,3\n1,4\n", [],
                           r"no column can be used: a \(left out: always the same\)"),
     "another encoding": ("t.csv", text(encoding="cp1252"), [], "not in UTF-8.* --encoding cp1252"),
-    "too many columns": ("t.csv", csv("a", [1, 2]), [], "at most 2 are used at once, .*--features"),
     "columns of an archive": ("t.zip", b"", [], "is not a table: all files must be of one kind"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_table_that_cannot_be_meant_is_one_sentence(case, here, monkeypatch):
+def test_a_table_that_cannot_be_meant_is_one_sentence(case, here):
     name, content, flags, message = REFUSED[case]
-    if case == "too many columns":
-        monkeypatch.setattr(sets, "MAX_COLUMNS", 2)
     (here / name).write_bytes(content)
     with refused(message) as raised:
         read(here / name, *flags)

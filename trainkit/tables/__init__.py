@@ -23,6 +23,7 @@ NAMES = {
     "write_answers": "predictions",
     "measure_classes": "scores",
     "measure_numbers": "scores",
+    "TABLE_FLAGS": "sets",
     "TableConfig": "sets",
     "TableSets": "sets",
     "Widths": "sets",

@@ -6,6 +6,7 @@
 import csv
 import io
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,7 +89,10 @@ Widths = Annotated[
     comma_separated(int),
     Rule(lambda value: min(value, default=0) >= 1, "at least 1 each"),
 ]
-MAX_COLUMNS = 20_000  # of a table, each of which takes some 2 to 10 ms
+MOVED = "tables are for another script: python examples/table.py --data FILE --target COLUMN"
+TABLE_FLAGS = dict.fromkeys(  # which train_regression.py had
+    ("--data", "--eval-data", "--features", "--categorical", "--missing", "--encoding"), MOVED
+)
 
 
 @dataclass
@@ -201,7 +205,7 @@ def make_table_sets(config: TableConfig) -> TableSets:
         metadata |= facts | {"baseline": numbers[train].mean(0).tolist()}
     train_set = InMemory(inputs[train], outputs[train], fold)
     metadata["edges"] = network.find_edges(train_set.tensors[0])
-    plan = rows.plan | describe_use(learned, rows, train) | plan
+    plan = rows.plan | describe_use(learned, rows, train) | plan | say_next(config)
     eval_set = InMemory(inputs[test], outputs[test], torch.from_numpy(rows.numbers[test]))
     return TableSets(train_set, eval_set, metadata, plan)
 
@@ -265,11 +269,6 @@ def check_table(table: pd.DataFrame, config: TableConfig) -> None:
             f"{shorten([*map(typed, table)], MAX_SHOWN)}"
         )
     choose_columns(table, [*config.categorical, *config.target], where)
-    if (number := len(config.features or table.columns)) > MAX_COLUMNS:
-        raise UsageError(
-            f"{where}: it has {number} columns, and at most {MAX_COLUMNS:,} are used at once, "
-            "because a thousand take seconds: choose some with --features"
-        )
 
 
 def _is_labelled(table: pd.DataFrame, names: list[str]) -> bool:
@@ -425,30 +424,29 @@ def standardise_columns(
     return torch.from_numpy((numbers - mean) / std).float(), facts
 
 
-def make_number_sets(
-    features: torch.Tensor, targets: torch.Tensor, test_fraction: float, seed: int
-) -> TableSets:
+def make_number_sets(features: torch.Tensor, targets: torch.Tensor, config: Any) -> TableSets:
     """Return sets of numbers as they are, (rows, features) and (rows, targets), float64.
 
-    They are called x0, x1, ... and y0, y1, ...
+    They are called x0, x1, ... and y0, y1, ... A fifth, by --data-seed, is evaluated.
     """
     train, test = (
-        side.sort().values for side in splits.hold_out(len(features), test_fraction, seed=seed)
+        side.sort().values for side in splits.hold_out(len(features), seed=config.data_seed)
     )
-    if test_fraction == 0:
-        test = train
     if not (len(train) and len(test)):
-        raise UsageError(
-            f"of {len(features)} rows {len(train)} are left to train on and {len(test)} to "
-            f"evaluate on (--test-fraction {test_fraction})"
-        )
+        raise UsageError(f"{count(len(features), 'row')}: one to train on and one to evaluate on")
     inputs, metadata = standardise_columns("feature", features.numpy(), train.numpy(), as_is=True)
     learned = {name: Column(name) for name in (f"x{n}" for n in range(features.shape[1]))}
     metadata |= describe_columns(learned, [Column(f"y{n}") for n in range(targets.shape[1])])
     outputs, facts = standardise_columns("target", targets.numpy(), train.numpy(), as_is=True)
     metadata |= facts | {"baseline": targets.numpy()[train].mean(0).tolist(), "input": "table"}
     train_set = InMemory(inputs[train], outputs[train])
-    return TableSets(train_set, InMemory(inputs[test], outputs[test], test), metadata, {})
+    eval_set = InMemory(inputs[test], outputs[test], test)
+    return TableSets(train_set, eval_set, metadata, say_next(config))
+
+
+def say_next(config: Any) -> dict[str, str]:
+    """Return what run.finish prints last: the command that shows the run."""
+    return {"next": f"python app.py {shlex.quote(str(config.run_dir))}"}
 
 
 def describe_use(learned: dict[str, Column], rows: UsedRows, train: np.ndarray) -> dict[str, str]:
