@@ -7,6 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from trainkit import count, shorten, write_durably
+
 import numpy as np
 import pyarrow.parquet as pq
 import torch
@@ -20,8 +22,6 @@ from trainkit.rows import (
     read_split_columns,
     shown,
 )
-from trainkit.store.atomic import write_durably
-from trainkit.text import count, shorten
 
 
 def standard_library(folder: Path) -> Path:

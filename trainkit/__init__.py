@@ -1,4 +1,7 @@
-"""The mechanics of a training run. Scripts import from here; each name is loaded on first use.
+"""A training run without its model, data and loss. Scripts import from here.
+
+Each name is loaded on first use, and no script needs one from a file inside a room: the wings, such
+as trainkit.pictures, hand out their own. `Run` is where to begin.
 
 A script imports this before torch, so that Ctrl-C during its imports ends it with one sentence.
 """
@@ -10,32 +13,30 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-# The module of each name. Imported late, because predict.py does not train or need the loop.
-NAMES = {
-    "Run": "run.run",
-    "EXIT_TARGET_MISSED": "errors",
-    "UsageError": "errors",
-    "InMemory": "numbers.loaders",
-    "make_loaders": "numbers.loaders",
-    "compiled_with_model": "run.compiling",
-    "by_length": "numbers.orders",
-    "Dropout": "numbers.randoms",
-    "key": "numbers.randoms",
-    "keyed_normal": "numbers.randoms",
-    "keyed_uniform": "numbers.randoms",
-    "permute": "numbers.randoms",
-    "make_optimizer": "numbers.optim",
-    "make_scheduler": "numbers.optim",
-    "shorten": "text",
-    "startup": "launch.startup",
+# The names that each module has for scripts. Imported late, because predict.py needs no loop.
+MODULES = {
+    "run.run": "Run",
+    "run.compiling": "compiled_with_model",
+    "launch": "startup",
+    "numbers.loaders": "InMemory make_loaders",
+    "numbers.optim": "make_optimizer make_scheduler",
+    "numbers.orders": "by_length",
+    "numbers.randoms": "Dropout key keyed_normal keyed_uniform permute",
+    "config": "UNSET Count Fraction MayChange Metric NonNegative Optimizer Positive ReadOnlyIf "
+    "Rule Schedule Seed Share TrainingConfig flag parse",
+    "errors": "EXIT_TARGET_MISSED LoneFailure RunFailure UsageError as_usage_error",
+    "store.atomic": "write_durably",
+    "text": "count printable shorten",
 }
+NAMES = {name: module for module, names in MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"trainkit has no {name!r}")
-    module = import_module(f"trainkit.{NAMES[name]}")
-    return module if NAMES[name].endswith(f".{name}") else getattr(module, name)
+    if name == "startup":  # the module itself, of which scripts call run(main)
+        return import_module("trainkit.launch.startup")
+    return getattr(import_module(f"trainkit.{NAMES[name]}"), name)
 
 
 def keep_standard_files() -> None:
