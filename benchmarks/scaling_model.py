@@ -41,7 +41,7 @@ class Cluster:
     """GPUs in nodes.
 
     Attributes:
-        matmul_flops: as trainkit.tools.doctor measures it, in the precision of the training.
+        matmul_flops: as measured in the precision of the training.
         link_bandwidth, link_latency: inside a node.
         network_bandwidth, network_latency: between nodes.
         overlap: fraction of the backward pass that can overlap with an all-reduce; of the whole

@@ -17,17 +17,14 @@ from trainkit.tools import doctor
 
 def main(argv):
     illness = argv[0]
-    alike.SHOWN_SECONDS, doctor.GLOO_SECONDS = 0.5, 3
+    nodes.SHOWN_SECONDS, doctor.GLOO_SECONDS = 0.5, 3
     doctor.ALL_REDUCES = {4096: 2}
     if os.environ["RANK"] == "1":
         if illness == "absent":
             time.sleep(60)
-        if illness == "slow":
-            measured = doctor.mean_seconds
-            doctor.mean_seconds = lambda *what: max(0.5, measured(*what))  # of work beside it
         if illness == "network":
-            find = doctor.find_slow
-            doctor.find_slow = lambda accelerator: (  # read whenever a group is opened
+            find = doctor.find_gloo_problem
+            doctor.find_gloo_problem = lambda accelerator: (  # read whenever a group is opened
                 os.environ.update(GLOO_SOCKET_IFNAME="nosuch") or find(accelerator))
         if illness == "sum":
             real = torch.distributed.all_reduce
@@ -45,7 +42,6 @@ def main(argv):
 # Illness, exit code, and the sentence that names it.
 ILL = [
     ("folder", 2, "error: runs/mnist is not the same folder on node 0"),
-    ("slow", 1, "problem: process 1 on node 0 "),
     ("network", 1, "the gloo group that training opens beside gloo failed on node 0 ("),
     ("sum", 1, "problem: an all-reduce of 4096 bytes is wrong on processes [0, 1]"),
     ("absent", 1, "error: process 0 lost contact with another process of this run, or never reac"),
@@ -76,27 +72,13 @@ def test_healthy_processes_are_measured_and_called_healthy(fork_main, tmp_path, 
     """Also where the folder of the runs is not there yet, as in a new clone."""
     flags = "--run-dir", tmp_path / "runs" / "mnist"
     done = fork_main("trainkit.tools.doctor", *flags, world=world)
+    assert done.codes == [0] * world, done.output
     lines = done.stdout.splitlines()
-    assert sum("GFLOP/s" in line for line in lines) == world
     assert sum(line.startswith("all-reduce of ") for line in lines) == 3 * (world - 1)
-    # Other work on this machine may slow a process down; nothing else may be wrong.
-    problems = [line for line in lines if line.startswith("problem: ")]
-    assert all(" is slow " in problem for problem in problems), problems
-    assert lines[-1] == ("not ready: solve these first" if problems else "ready to train")
-    (disk,) = [line for line in lines if " MB/s with sync; a checkpoint of 300 MiB " in line]
-    assert disk.startswith(f"{tmp_path}/runs: ") and disk.split()[-3:-1] != ["every", "0"]
-    assert not [*(tmp_path / "runs").iterdir()]
+    assert lines[-1] == "ready to train" and not [*tmp_path.rglob(".tmp-*")]
 
 
-def test_a_run_saves_as_often_as_young_says_and_not_before_the_last_save_is_durable():
-    # sqrt(2 C M): half a second, and a failure every 6,250 hours, as of eight GPUs.
-    assert doctor.save_interval(0.5, 2, 6250 * 3600) == pytest.approx(4743.4, abs=0.1)
-    assert doctor.save_interval(0.5, 7200, 60) == 7200
-
-
-@pytest.mark.parametrize(
-    "flag, value", [("timeout", "nan"), ("timeout", "1e300"), ("checkpoint-mib", "-5")]
-)
-def test_a_value_that_cannot_be_meant_is_refused_before_anything_starts(flag, value):
-    with pytest.raises(UsageError, match=f"--{flag} .* must be "):
-        doctor.main([f"--{flag}", value])
+def test_a_value_that_cannot_be_meant_is_refused_before_anything_starts():
+    for value in ("nan", "1e300"):
+        with pytest.raises(UsageError, match=r"--timeout .* must be "):
+            doctor.main(["--timeout", value])

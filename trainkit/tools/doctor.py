@@ -2,17 +2,12 @@
 
 accelerate launch --config_file accelerate_configs/2cpu.yaml -m trainkit.tools.doctor
 
-It makes the same checks as a run does at its start, then measures how fast files are written beside
-the run folder, how fast each process is and whether sums over all processes are right; with copies
-of a sharded model (parallelism_config) also sums within a copy and between copies. Exit code 2: a
-check failed; 1: the last lines printed say what is wrong; 0: ready.
+It makes the same checks as a run does at its start, then measures sums over all processes and sees
+if they are right; with copies of a sharded model (parallelism_config) also sums within a copy and
+between copies. Exit code 2: a check failed; 1: the last lines printed say what is wrong; 0: ready.
 """
 
-import math
-import os
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,20 +23,15 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import gather_object
 
 from trainkit.checkpoints import sharded as shards
-from trainkit.config import Positive, Rule, find_broken_rules, parse
+from trainkit.config import Rule, find_broken_rules, parse
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.launch import environment, nodes, processes
-from trainkit.launch.processes import failing_together
 from trainkit.repairs.private_names import mesh_groups
 from trainkit.run.plan import describe_world
 from trainkit.run.session import end_training
 from trainkit.text import first_sentence
 
-PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NUM_MATMULS = 100  # on a CPU half a second: several turns of a busy core's scheduler
 ALL_REDUCES = {4 * 2**10: 50, 4 * 2**20: 10, 100 * 2**20: 3}  # bytes: repetitions
-FILE_BYTES = 128 * 2**20  # of the file that the disk is measured with
-SLOW = 0.6  # of the median rate; a process that shares its core with another reaches 0.5
 GLOO_SECONDS = 20
 AXIS_SECONDS = 20
 
@@ -55,10 +45,6 @@ class Config:
     """must be one folder for all"""
     timeout: Seconds = 60.0
     """seconds to wait for a process"""
-    checkpoint_mib: Positive = 300.0
-    """size of a checkpoint, as the plan of a run says"""
-    hours_to_failure: Positive = 24.0
-    """mean hours between failures"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -82,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator.print(f"world: {describe_world(accelerator)}")
     nodes.check_same(accelerator, nodes.describe_node())
     nodes.check_shared_folder(accelerator, config.run_dir)
-    accelerator.print(measure_disk(accelerator, config))
-    problems = find_slow(accelerator)
+    problems = []
     if accelerator.num_processes > 1:
         problems += find_gloo_problem(accelerator)
         for num_bytes, repetitions in ALL_REDUCES.items():
@@ -95,65 +80,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     accelerator.print("not ready: solve these first" if problems else "ready to train")
     end_training(accelerator)
     sys.exit(bool(problems))
-
-
-def measure_disk(accelerator: Accelerator, config: Config) -> str:
-    """Say how fast the main process writes beside the run folder, and how often a run may save.
-
-    Raises UsageError on all processes if the file cannot be written.
-    """
-    where = config.run_dir.resolve().parent
-    sentence = ""
-    with failing_together(accelerator, f"{where} cannot be written"):
-        if accelerator.is_main_process:
-            where.mkdir(parents=True, exist_ok=True)  # a new clone has no folder runs
-            block = os.urandom(2**20)  # no zeros, which compress
-            started_at = time.perf_counter()
-            with tempfile.TemporaryFile(prefix=".tmp-doctor-", dir=where) as file:
-                for _ in range(FILE_BYTES // len(block)):
-                    file.write(block)
-                written = time.perf_counter() - started_at
-                os.fsync(file.fileno())
-            synced = time.perf_counter() - started_at
-            part = config.checkpoint_mib * 2**20 / FILE_BYTES
-            interval = save_interval(written * part, synced * part, config.hours_to_failure * 3600)
-            sentence = (
-                f"{where}: {FILE_BYTES / 1e6 / synced:,.0f} MB/s with sync; a checkpoint of "
-                f"{config.checkpoint_mib:,.0f} MiB blocks for {written * part:.2f} s and is "
-                f"durable after {synced * part:.2f} s: with a failure every "
-                f"{config.hours_to_failure:g} hours save every {interval:,.0f} s"
-            )
-    return sentence
-
-
-def save_interval(blocked: float, durable: float, to_failure: float) -> float:
-    """Return the seconds between saves that lose the least time: Young's sqrt(2 C M).
-
-    C is the time for which a save blocks the training. A save cannot begin before the last one is
-    durable.
-    """
-    return max(durable, math.sqrt(2 * blocked * to_failure))
-
-
-def find_slow(accelerator: Accelerator) -> list[str]:
-    """Print how fast each process multiplies matrices; return a sentence for each slow process."""
-    device = accelerator.device
-    size = 384 if device.type == "cpu" else 4096
-    dtype = PRECISIONS[accelerator.mixed_precision]
-    a, b = torch.ones(2, size, size, dtype=dtype, device=device)
-    rate = 2 * size**3 / mean_seconds(accelerator, lambda: a @ b, NUM_MATMULS)
-    ranks = gather_object([(f"{nodes.node_name()}, {device}", rate)])
-    problems = []
-    median = statistics.median_high(rate for _, rate in ranks)
-    for number, (where, rate) in enumerate(ranks):
-        what = f"process {number} on {where}"
-        accelerator.print(f"{what}: {rate / 1e9:,.0f} GFLOP/s of a matrix product, all at once")
-        if rate < SLOW * median:
-            problems.append(
-                f"{what} is slow ({rate / median:.0%} of the median) and every step waits for it: "
-                "look for another process on its cores or GPU (top, nvidia-smi)"
-            )
-    return problems
 
 
 def find_gloo_problem(accelerator: Accelerator) -> list[str]:
