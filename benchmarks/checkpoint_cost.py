@@ -29,8 +29,7 @@ from torch import nn
 
 from benchmarks._runs import ROOT, Parser, in_turn, spread, table
 from trainkit.checkpoints import sharded as shards
-from trainkit.checkpoints.contents import Contents
-from trainkit.checkpoints.frozen import Frozen
+from trainkit.checkpoints.contents import Contents, Frozen
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.numbers.means import RunningMeans

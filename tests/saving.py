@@ -8,15 +8,15 @@ import torch
 from accelerate import Accelerator
 from conftest import contents, forget_accelerator, refused
 
-from trainkit.checkpoints.contents import Contents
-from trainkit.checkpoints.frozen import Frozen
+from trainkit.checkpoints.contents import Contents, Frozen
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
+from trainkit.hashes import KIND, digest_file
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.orders import Progress
 from trainkit.repairs.private_names import prepared_models
 from trainkit.store.log import JsonlTracker
-from trainkit.store.manifest import list_files, write_manifest
+from trainkit.store.manifest import write_manifest
 
 
 class Run:
@@ -78,7 +78,12 @@ def step(run_dir: Path, number: int) -> Path:
 
 def reforge(path: Path):
     """Make the manifest say that the folder as it is now is what was saved."""
-    write_manifest(path, list_files(path))
+    files = {}
+    for file in path.rglob("*"):
+        if file.is_file() and file.name != "MANIFEST.json":
+            described = {"bytes": file.stat().st_size, KIND: digest_file(file)}
+            files[file.relative_to(path).as_posix()] = described
+    write_manifest(path, files)
 
 
 class Payload:

@@ -45,6 +45,7 @@ SETTINGS = {
     "config.mirror",
     "config.mirror_must",
     "plugin.activation_checkpointing",
+    "shard.sync_files",
     "config.eos_token_id",
     "encoder.pooler",  # None, as transformers builds it without one
     "model.config",  # with its dropout, which the model was loaded without

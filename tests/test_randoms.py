@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from trainkit.checkpoints.content import hash_fixed, held_in_memory, sample_parts, text_of
-from trainkit.checkpoints.fingerprint import compare_sources
+from trainkit.checkpoints.resume import compare_sources
 from trainkit.config import TrainingConfig
 from trainkit.launch.nodes import hash_sources
 from trainkit.numbers import randoms

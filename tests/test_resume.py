@@ -13,8 +13,7 @@ from faults import digests
 from plain import quick
 from saving import reforge
 
-from trainkit.checkpoints.fingerprint import compare_sources, read_same_run
-from trainkit.store.manifest import FORMAT
+from trainkit.checkpoints.resume import read_same_run
 
 LAST = 10  # steps of a run of the `arguments` fixture, five per epoch
 SCRIPTS = ("train_mnist", "train_regression")
@@ -116,7 +115,7 @@ def write_trainer(folder, fingerprint, **more):
 
 
 def test_a_flag_that_came_since_the_checkpoint_may_be_off_and_may_not_be_on(tmp_path):
-    write_trainer(tmp_path, {"seed": 0, "data": "1"}, format=FORMAT)
+    write_trainer(tmp_path, {"seed": 0, "data": "1"})
     off = {"seed": 0, "data": "1", "decay": 0.0, "missing_values": [], "metadata[fit]": "null"}
     off["fit"] = "squash"  # by default, and what was done before the flag
     assert read_same_run(tmp_path, off, 9, DEFAULTS)["progress"].step == 1
@@ -127,63 +126,3 @@ def test_a_flag_that_came_since_the_checkpoint_may_be_off_and_may_not_be_on(tmp_
         read_same_run(tmp_path, off, 9, DEFAULTS | {"fit": None})
     with refused("epochs is None there and 9 here: .* in another --run-dir with --start-from"):
         read_same_run(tmp_path, off | {"epochs": 9}, 9, DEFAULTS)
-
-
-HASHED = (
-    "data",
-    "pictures",
-    "start_from",
-    "weights= or order= of the samples",
-    "metadata[reference]",
-)
-
-
-def test_a_checkpoint_of_the_format_before_is_read_and_what_it_hashed_is_not_compared(tmp_path):
-    before = {"seed": 0, "the frozen weight w of model 0": "1", **dict.fromkeys(HASHED, "an md5")}
-    now = before | dict.fromkeys(HASHED, "another kind") | {"metadata[reading]": '{"fit": "pad"}'}
-    write_trainer(tmp_path, before)
-    trainer = read_same_run(tmp_path, now, 9, DEFAULTS)
-    assert [sentence.partition(",")[0] for sentence in compare_sources(trainer, {})] == [
-        "an older version saved this checkpoint"
-    ]
-    for changed in ({"seed": 1}, {"the frozen weight w of model 0": "2"}, {"decay": 0.1}):
-        with refused(f"belongs to another run: {next(iter(changed))} is"):
-            read_same_run(tmp_path, now | changed, 9, DEFAULTS)
-    write_trainer(tmp_path, before, format=FORMAT)
-    for name in (*HASHED, "metadata[reading]"):
-        with refused(f"belongs to another run: {re.escape(name)} is"):
-            read_same_run(tmp_path, before | {name: now[name]}, 9, DEFAULTS)
-
-
-def test_a_run_of_the_format_before_that_cannot_go_on_is_told_which_version_continues_it(tmp_path):
-    checkpoint = tmp_path / "checkpoints" / "step-0000000001"
-    checkpoint.mkdir(parents=True)
-    (tmp_path / "run.json").write_text('{"git_revision": "1234567890ab"}')
-    write_trainer(checkpoint, {"size": 103296})
-    with refused("size is 103296 there and 104352 here: `git checkout 1234567890ab` gets the one"):
-        read_same_run(checkpoint, {"size": 104352}, 9, {})
-    write_trainer(checkpoint, {"size": 103296}, format=FORMAT)
-    with refused("size is 103296 there and 104352 here: resume with what it had"):
-        read_same_run(checkpoint, {"size": 104352}, 9, {})
-
-
-def test_a_whole_run_of_the_format_before_goes_on_with_what_has_come_since(
-    run_main, arguments, tmp_path, capsys
-):
-    flags = [*arguments["train_mnist"], "--model", "compact", "--run-dir", tmp_path]
-    run_main("train_mnist", *flags, "--stop-after-steps", 6)
-    for checkpoint in (tmp_path / "checkpoints").glob("step-*"):
-        trainer = json.loads((checkpoint / "trainer.json").read_text())
-        for name in ("fit", "decay", "grey_range", "metadata[reading]"):
-            del trainer["fingerprint"][name]
-        trainer["fingerprint"]["data"] = "an md5"
-        del trainer["format"]
-        (checkpoint / "trainer.json").write_text(json.dumps(trainer))
-        reforge(checkpoint)
-        manifest = checkpoint / "MANIFEST.json"
-        manifest.write_text(manifest.read_text().replace(f'"format": {FORMAT}', '"format": 6'))
-    with refused("belongs to another run: fit is None there and 'crop' here"):
-        run_main("train_mnist", *flags, "--fit", "crop", "--resume", "latest")
-    run_main("train_mnist", *flags, "--resume", "latest")
-    said = capsys.readouterr().out
-    assert "an older version saved this checkpoint" in said and f"done: {LAST} steps" in said

@@ -30,13 +30,6 @@ class Marks:
         pairs = zip(self.tensors, self.versions, versions, strict=True)
         return {name for name, old, new in pairs if old != new} | self._differing(self._bytes())
 
-    def changed_in(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """The names whose bytes are others in these tensors, or that only one of both has."""
-        sizes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        if sizes != {name: tensor.shape for name, tensor in tensors.items()}:
-            return {*(sizes.keys() ^ tensors.keys())} or {*tensors}
-        return self._differing(Marks(tensors).first)
-
     def hash(self) -> str:
         """A hash of the bytes that are compared, as they were."""
         return digest(self.first.numpy())

@@ -4,20 +4,116 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from trainkit.checkpoints.changes import Marks
-from trainkit.checkpoints.content import hash_fixed
-from trainkit.checkpoints.frozen import Frozen
-from trainkit.checkpoints.registered import Registered, names_of_float_buffers
-from trainkit.checkpoints.sharded import Tensors
-from trainkit.errors import RunFailure
-from trainkit.repairs.private_names import prepared_optimizers, prepared_schedulers
+from trainkit.checkpoints.content import hash_fixed, text_of
+from trainkit.checkpoints.parts import Parts, check_loadable, load_whole
+from trainkit.checkpoints.sharded import Tensors, frozen, state_of
+from trainkit.errors import RunFailure, UsageError
+from trainkit.hashes import digest
+from trainkit.repairs.private_names import (
+    keystr,
+    prepared_optimizers,
+    prepared_schedulers,
+    tree_leaves_with_path,
+)
+from trainkit.repairs.replaced import take_registered
 from trainkit.store.weights import numbered
 from trainkit.text import shorten
+
+
+class Frozen:
+    """The frozen weights (requires_grad=False) of the models of a run.
+
+    They are left out of checkpoints only while they are as at the start: what a loop moves, such as
+    a teacher that follows the student, a resume must have.
+
+    Attributes:
+        moved: for each model the names of those that have changed since watch().
+    """
+
+    def __init__(self, models: Sequence[nn.Module]):
+        self.models = models
+        self.moved: list[set[str]] = [set() for _ in models]
+        self.watch()
+
+    def watch(self) -> None:
+        """From here on a change counts. Call it when they are as every start makes them."""
+        self.marks = [Marks(frozen(model)) for model in self.models]
+
+    def set_moved(self, moved: Sequence[Sequence[str]]) -> None:
+        """Take over from a checkpoint which of them had changed, for each model."""
+        self.moved = [set(names) for names in moved]
+
+    def state_of(self, model: nn.Module) -> Tensors:
+        """The state of a model without those frozen weights that are as at the start, by name."""
+        number = next(n for n, one in enumerate(self.models) if one is model)
+        return state_of(model, self.moved[number])
+
+
+class Registered:
+    """What accelerator.register_for_checkpointing(...) was given, in its order.
+
+    Accelerate pickles such things, and unpickles whatever a file holds, which could execute code:
+    here they are a part of the checkpoint. Raises UsageError if one could not be loaded.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.things = take_registered(accelerator)
+        self.kinds = [type(thing).__name__ for thing in self.things]
+        for kind, state in zip(self.kinds, self.state_dict(), strict=True):
+            where = "registered with accelerator.register_for_checkpointing(...),"
+            check_loadable(state, f"the state_dict() of the {kind}, {where}")
+
+    def state_dict(self) -> list[Any]:
+        """The state of each."""
+        return [thing.state_dict() for thing in self.things]
+
+    def load_state_dict(self, states: Sequence[Any]) -> None:
+        """Give each its state."""
+        for thing, state in zip(self.things, states, strict=True):
+            thing.load_state_dict(state)
+
+    def load(self, states: Sequence[Any]) -> None:
+        """Give each its state of a file, whose tensors are moved to where those of now are."""
+        load_whole(self, states)
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """By what messages call each thing the entries of its state, by their places.
+
+        The rows of sharded tensors, which differ between processes, are left out.
+        """
+        states = zip(self.kinds, self.state_dict(), strict=True)
+        return {
+            f"the registered {kind} (number {number})": {
+                keystr(at): leaf
+                for at, leaf in tree_leaves_with_path(state)
+                if not hasattr(leaf, "to_local")
+            }
+            for number, (kind, state) in enumerate(states)
+        }
+
+    def check_kinds(self, saved: Sequence[str]) -> None:
+        """Raise UsageError if the things of a checkpoint are not those of this run."""
+        if [*saved] != self.kinds:
+            before, now = (", ".join(kinds) or "nothing" for kinds in (saved, self.kinds))
+            raise UsageError(
+                f"the checkpoint holds {before} of accelerator.register_for_checkpointing(...) and "
+                f"this run has registered {now}: register the same things in the same order, or "
+                "start anew without --resume"
+            )
+
+    def check_late(self) -> None:
+        """Raise RuntimeError if something was registered after run.begin(...)."""
+        if late := take_registered(self.accelerator):
+            raise RuntimeError(
+                f"accelerator.register_for_checkpointing(...) got a {type(late[0]).__name__} after "
+                "run.begin(...), which loads the checkpoint: register it before"
+            )
 
 
 class Contents:
@@ -46,59 +142,36 @@ class Contents:
             for name, module in fixed.items()
             if isinstance(module, nn.Module)
         ]
+        self.is_loadable = False  # not known before the first step has made the state of optimizers
 
-    def parts(self, registered: Tensors) -> dict[str, Any]:
-        """The parts of a checkpoint by file name: tensors by name, an optimizer or a schedule.
+    def parts(self) -> Parts:
+        """The parts of a checkpoint by file name: see parts.py.
 
         The names are those that accelerator.save_state gives its files, and average.safetensors and
-        registered.safetensors. They are made from numbers and never sorted, because model_10 would
-        come before model_2.
+        registered.bin. They are made from numbers and never sorted, because model_10 would come
+        before model_2.
         """
         kinds: dict[str, Sequence[Any]] = {
             "average.safetensors": self.averages,
             "model.safetensors": [self.frozen.state_of(model) for model in self.frozen.models],
             "optimizer.bin": prepared_optimizers(self.accelerator),
             "scheduler.bin": prepared_schedulers(self.accelerator),
-            "registered.safetensors": [registered] if registered else [],
+            "registered.bin": [self.registered] if self.registered.things else [],
         }
         return {numbered(name, n): part for name, of in kinds.items() for n, part in enumerate(of)}
 
-    def note(self) -> None:
-        """Remember what is held as it is now, which is as the newest checkpoint has it."""
-        self.noted_states, tensors = self._held()
-        self.noted = Marks(tensors)
-
-    def changed(self) -> set[str]:
-        """The names of what this process no longer holds as it was noted."""
-        states, tensors = self._held()
-        pairs = zip(self.noted_states, states, strict=False)
-        others = {name for (_, old), (name, new) in pairs if old != new}
-        return others | self.noted.changed_in(tensors)
-
-    def _held(self) -> tuple[list[tuple[str, Any]], Tensors]:
-        """Each state that is not a tensor, with what messages call it, and the tensors by name."""
-        packed, registered = self.registered.states()
-        kinds = (f"the registered {kind}" for kind in self.registered.kinds)
-        states = [*zip(kinds, packed, strict=True)]
-        tensors: Tensors = {}
-        for file, part in self.parts(registered).items():
-            if isinstance(part, dict):
-                tensors |= {f"{name} of {file}": value for name, value in part.items()}
-        for number, optimizer in enumerate(prepared_optimizers(self.accelerator)):
-            options = options_of(optimizer)
-            states += [(f"{name} of optimizer {number}", options[name]) for name in options]
-        return states, tensors
-
     def check(self) -> None:
-        """Find the frozen weights that have moved. Every process must call this.
+        """Find the frozen weights that have moved. Every process must call this, after a step.
 
         Raises RunFailure on all of them if what is fixed has changed, or if what one checkpoint
-        holds for all processes differs between them.
+        holds for all processes differs between them, and UsageError if a resume could not load it.
         """
-        moved = self.frozen.find_moved()
-        own = (moved, self._changed_fixed(), self._digests(moved))
+        self._check_loadable()
+        moved = [marks.changed() for marks in self.frozen.marks]
+        entries = self.registered.entries() | self._moved_weights(moved)
+        own = (moved, self._changed_fixed(), {name: hash_of(of) for name, of in entries.items()})
         everybody = gather_object([own]) if self.accelerator.num_processes > 1 else [own]
-        for theirs, changed, digests in everybody:
+        for theirs, changed, others in everybody:
             if changed:
                 raise RunFailure(
                     f"fixed[{changed!r}] of run.begin(...) has changed, and no checkpoint holds "
@@ -107,47 +180,21 @@ class Contents:
                     "its own forward pass does, as with BatchNorm, call .eval() on it"
                 )
             first = everybody[0][2]
-            for name in first | digests:
-                if digests.get(name) != first.get(name):
-                    raise RunFailure(self._what_differs(name))
+            for name in first | others:
+                if others.get(name) != first.get(name):
+                    texts = {e: hash_of({e: x}) for e, x in entries.get(name, {}).items()}
+                    raise RunFailure(what_differs(name, gather_object([texts])))
             for known, names in zip(self.frozen.moved, theirs, strict=True):
                 known |= names
 
-    def _what_differs(self, name: str) -> str:
-        """Say of what differs between processes which part does, and what to do.
-
-        Every process must call this, with the same name.
-        """
-        place, remedy = "", "change it by the same numbers on all processes"
-        if name in self.registered.names():
-            number = self.registered.names().index(name)
-            everybody = gather_object([self.registered.entries()[number]])
-            first = everybody[0]
-            differing = [
-                entry
-                for entry in dict.fromkeys(entry for theirs in everybody for entry in theirs)
-                if any(theirs.get(entry) != first.get(entry) for theirs in everybody)
-            ]
-            if differing:
-                place = f" in {shorten(differing)}"
-            if self._are_buffers(number, differing):
-                remedy += (
-                    ". A forward pass in training mode changes such a buffer by this process's "
-                    "share of a batch, as BatchNorm does: put BatchNorm into evaluation mode after "
-                    "model.train(), use GroupNorm or LayerNorm, or copy "
-                    'accelerator.reduce(buffer, "mean") of each float buffer'
-                )
-        return (
-            f"{name} differs between processes{place}, and a checkpoint holds one of them: {remedy}"
-        )
-
-    def _are_buffers(self, number: int, entries: Sequence[str]) -> bool:
-        """Are these entries of a registered thing buffers of it, or named like those of a model?"""
-        buffers = self.registered.names_of_buffers(number)
-        for model in self.frozen.models:
-            buffers += names_of_float_buffers(model)
-        ends = tuple(f".{name}" for name in buffers)
-        return bool(entries) and all(f".{entry}".endswith(ends) for entry in entries)
+    def _check_loadable(self) -> None:
+        """Refuse, when it is first called, optimizers and schedules that no resume could load."""
+        if not self.is_loadable:
+            optimizers = [wrapped.optimizer for wrapped in prepared_optimizers(self.accelerator)]
+            schedules = [wrapped.scheduler for wrapped in prepared_schedulers(self.accelerator)]
+            for thing in optimizers + schedules:
+                check_loadable(thing.state_dict(), f"the state of {type(thing).__name__}")
+            self.is_loadable = True
 
     def _changed_fixed(self) -> str:
         """The name of a module that is fixed and has changed, "" if none has."""
@@ -156,26 +203,37 @@ class Contents:
                 return name
         return ""
 
-    def _digests(self, moved: Sequence[set[str]]) -> dict[str, str]:
-        """Texts that must be equal on all processes, by the name of what they are of."""
-        texts = self.registered.digests()
-        for number, (marks, names) in enumerate(zip(self.frozen.marks, moved, strict=True)):
-            for name in sorted(names):
-                weight = marks.tensors[name]
-                if not hasattr(weight, "to_local"):  # the rows of processes differ
-                    text = Marks({name: weight}).hash()
-                    texts[f"the frozen weight {name} of model {number}"] = text
-        return texts
+    def _moved_weights(self, moved: Sequence[set[str]]) -> dict[str, dict[str, Any]]:
+        """The frozen weights that have moved, by what messages call them, but for sharded ones."""
+        return {
+            f"the frozen weight {name} of model {n}": {"": marks.tensors[name]}
+            for n, (marks, names) in enumerate(zip(self.frozen.marks, moved, strict=True))
+            for name in sorted(names)
+            if not hasattr(marks.tensors[name], "to_local")
+        }
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
-    """The options of its parameter groups by name, such as the learning rates, as texts."""
-    options: dict[str, list[str]] = {}
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            if name != "params":
-                options.setdefault(name, []).append(repr(value))
-    return options
+def hash_of(entries: Mapping[str, Any]) -> str:
+    """A hash of entries by name; of tensors of those bytes that Marks compares."""
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
+    others = {name: entry for name, entry in entries.items() if name not in tensors}
+    return digest(text_of(others) + Marks(tensors).hash())
+
+
+def what_differs(name: str, everybody: Sequence[Mapping[str, str]]) -> str:
+    """Say which entry of a thing differs between processes, of which these are the entries."""
+    entries = dict.fromkeys(entry for theirs in everybody for entry in theirs if entry)
+    differing = [e for e in entries if len({theirs.get(e) for theirs in everybody}) > 1]
+    place = f" in {shorten(differing)}" if differing else ""
+    remedy = "change it by the same numbers on all processes"
+    if any("running_" in entry for entry in differing):
+        remedy += (
+            ". A forward pass in training mode changes the running means of BatchNorm by this "
+            "process's share of a batch: put BatchNorm into evaluation mode after model.train(), "
+            "use GroupNorm or LayerNorm, or copy "
+            'accelerator.reduce(buffer, "mean") of each float buffer'
+        )
+    return f"{name} differs between processes{place}, and a checkpoint holds one of them: {remedy}"
 
 
 def tensors_of(module: nn.Module) -> Tensors:

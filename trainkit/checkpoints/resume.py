@@ -1,21 +1,41 @@
-"""Which checkpoint a run goes on with."""
+"""Which checkpoint a run goes on with, and what must be equal for it to be the same run.
 
-from collections.abc import Callable, Mapping
+The world of a run (its processes, device and versions) may differ, but then rounding does too.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch import nn
 
+from trainkit.checkpoints import sharded
+from trainkit.checkpoints.content import hash_fixed, text_of
 from trainkit.checkpoints.mirror import Mirror, open_mirror, whole_checkpoints
 from trainkit.config import TrainingConfig
-from trainkit.errors import UsageError
+from trainkit.errors import UsageError, as_usage_error
+from trainkit.hashes import digest
+from trainkit.launch.environment import num_copies
+from trainkit.launch.nodes import check_same
 from trainkit.launch.processes import failing_together, on_main
+from trainkit.numbers.loaders import batches_of
+from trainkit.numbers.optim import num_parameters
+from trainkit.numbers.orders import Progress
+from trainkit.numbers.randoms import NUM_HELD
+from trainkit.repairs.private_names import prepared_loaders
 from trainkit.store.atomic import remove_tree, rename_free, sync
+from trainkit.store.jsons import from_exact_json
 from trainkit.store.manifest import not_listed, step_name, steps_in, verify
 from trainkit.store.weights import check_weights_file
 from trainkit.text import shorten
+
+# A flag, or an entry of the metadata (JSON), that an older script did not have, changes nothing.
+NOT_IN_USE: tuple[Any, ...] = (None, False, 0, "", [], {}, "null", "false", '""', "[]", "{}")
 
 
 def check_given(accelerator: Accelerator, config: TrainingConfig) -> None:
@@ -139,3 +159,115 @@ def abandon_later(directory: Path, step: int, used: Path | None) -> list[str]:
             sentences.append(f"{path.name} is now {new.name}")
     sync(directory)
     return sentences
+
+
+def fingerprint_run(
+    accelerator: Accelerator,
+    config: TrainingConfig,
+    models: Sequence[nn.Module],
+    data_hashes: dict[str, str],
+    metadata: dict[str, Any],
+    started_from: str,
+    fixed: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the values by the names used in messages. Every process must call this.
+
+    data_hashes are those of the sets; started_from is that of --start-from; fixed has what is used
+    and not trained, by name. Raises UsageError on all processes if their values differ.
+    """
+    with failing_together(accelerator, "run.begin(...) cannot read what is fixed"):
+        hashes = {f"fixed[{name}]": hash_fixed(name, value) for name, value in fixed.items()}
+    orders = []
+    for batches in filter(None, map(batches_of, prepared_loaders(accelerator))):
+        if batches.is_custom:
+            order = batches.order(0, 0, min(batches.num_samples, NUM_HELD))
+            orders.append(text_of(order))
+    fingerprint = {
+        **config.experiment(),
+        **data_hashes,
+        "weights= or order= of the samples": digest("".join(orders)),
+        "size": num_parameters(models),
+        **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
+        **hashes,
+    }
+    if started_from:
+        fingerprint["start_from"] = started_from
+        sharded.HASHED.clear()  # the file may have replaced frozen weights
+    for number, model in enumerate(models):
+        frozen = sharded.HASHED.get(model) or sharded.hash_frozen(model)
+        fingerprint |= {f"{name} of model {number}": value for name, value in frozen.items()}
+    check_same(accelerator, fingerprint)
+    return fingerprint
+
+
+def read_same_run(
+    path: Path, now: dict[str, Any], last_step: int, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return trainer.json of the checkpoint at `path`, with its "progress" as a Progress.
+
+    Raises UsageError if it does not belong to the run with the fingerprint `now`, or is from after
+    the last step of this run.
+
+    Args:
+        defaults: of the flags, by name. A flag that has come since the checkpoint was saved is by
+            default what was done before it: a checkpoint without it belongs to a run that has that.
+    """
+    with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
+        trainer = from_exact_json((path / "trainer.json").read_text())
+        before = trainer["fingerprint"]
+        progress = Progress(**trainer["progress"])
+    # Files come first: the name of a missing file says more than a hash of all files.
+    for name in sorted(now | before, key=lambda name: not name.startswith("/")):
+        values = before.get(name), now.get(name)
+        came_since = name not in before and now[name] in (*NOT_IN_USE, defaults.get(name))
+        if values[0] == values[1] or came_since:
+            continue
+        remedy = "resume with what it had, or start anew without --resume"
+        if name == "epochs":  # the schedule is made for them
+            remedy += ", in another --run-dir with --start-from and model.safetensors of this one"
+        raise UsageError(
+            f"{path} belongs to another run: {name} is {values[0]!r} there and "
+            f"{values[1]!r} here: {remedy}"
+        )
+    if progress.step > last_step:
+        raise UsageError(
+            f"{path} is of step {progress.step} and this run ends at step {last_step}: raise "
+            "--epochs or --stop-after-steps, or resume from an older checkpoint"
+        )
+    return trainer | {"progress": progress}
+
+
+def compare_sources(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
+    """Yield a sentence if source files differ from those that wrote a checkpoint.
+
+    Both are results of hash_sources(); `before` is empty for a new run.
+    """
+    if changed := sorted(name for name in now if before.get(name, now[name]) != now[name]):
+        yield (
+            f"{shorten(changed)} differs from what wrote this checkpoint: the run continues with "
+            "the code as it is now"
+        )
+
+
+def world_facts(accelerator: Accelerator) -> dict[str, Any]:
+    """What may change on a resume; a change makes rounding differ."""
+    return {
+        "num_processes": accelerator.num_processes,
+        "sharded": accelerator.is_fsdp2,
+        "copies": num_copies(accelerator.num_processes),
+        "mixed_precision": accelerator.mixed_precision,
+        "micro_batches": accelerator.gradient_accumulation_steps,
+        "device": accelerator.device.type,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def compare_worlds(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each difference between two results of world_facts(...)."""
+    for name in now:
+        if before.get(name, now[name]) != now[name]:
+            yield (
+                f"{name} was {before[name]!r} and is {now[name]!r}: the run continues at the same "
+                "sample, but bits may differ from here"
+            )

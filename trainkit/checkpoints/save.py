@@ -1,28 +1,21 @@
 """Save checkpoints that are either complete and durable or absent, and resume from them exactly.
 
     checkpoints/step-0000000468/    gets this name only once it is complete and on the disk
-        state/                      the files that accelerator.save_state writes, or the shards
-        trainer.json                position of the run, running sums, size of the log; for a
-                                    sharded run also that part of its state that is not tensors,
-                                    as is that of what the script registered
+        state/                      the files of parts.py
+        trainer.json                position of the run, running sums, size of the log
         MANIFEST.json               size and hash of every file
 
-save() calls accelerator.save_state and resume() calls accelerator.load_state. This module adds
-three things to them: the files become durable while the training continues (durable.py); their
-hashes are compared before any file is read; and two hooks in shards.py save the averages of --ema
-and refuse missing and extra files. What was registered with Accelerate is saved by registered.py.
-Four things that load_state restores are not used:
+save() calls accelerator.save_state and resume() calls accelerator.load_state, or for a sharded run
+what parts.py has instead. This module adds three things to them: the files become durable while the
+training continues (commit.py); their hashes are compared before any file is read; and two hooks
+save what Accelerate does not know, and refuse missing and extra files. Three things that load_state
+restores are not used:
 
-* Objects registered with Accelerate. It unpickles them without weights_only, so a forged file could
-  execute code. A checkpoint with a file that it pickled is not read.
 * Random states. load_state restores them, or skips them without a message. Nothing depends on them
   (trainkit/numbers/loaders.py says what is used instead). numpy does not check the position in a
   saved state, which could be forged, so the generators are seeded again afterwards.
 * accelerator.step, the count of micro-batches. It is 0 between two optimizer steps.
 * The kernels ("fused", "foreach") in a saved parameter group. This run's YAML chooses them.
-
-A sharded run calls neither function. Sharded checkpoints are written and read by shards.py, which
-explains why, whatever run reads them.
 """
 
 import copy
@@ -37,20 +30,22 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from torch.serialization import safe_globals
 from torch.utils.serialization import config as serialization
 
-from trainkit.checkpoints import sharded as shards
+from trainkit.checkpoints import parts
 from trainkit.checkpoints.commit import Commits
 from trainkit.checkpoints.contents import Contents
-from trainkit.checkpoints.fingerprint import (
+from trainkit.checkpoints.mirror import Mirror, open_mirror
+from trainkit.checkpoints.resume import (
+    abandon_later,
+    choose,
     compare_sources,
     compare_worlds,
     read_same_run,
     world_facts,
 )
-from trainkit.checkpoints.mirror import Mirror, open_mirror
-from trainkit.checkpoints.resume import abandon_later, choose
+from trainkit.checkpoints.sharded import rows_of
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
 from trainkit.hashes import digest_file
@@ -67,9 +62,7 @@ from trainkit.store.jsons import to_json
 from trainkit.store.log import JsonlTracker
 from trainkit.store.manifest import FORMAT, step_name
 from trainkit.store.weights import read_weights
-from trainkit.text import check_json, shorten
-
-NUM_WATCHED = 3  # saves: every loop has then shown what it does after one
+from trainkit.text import check_json
 
 
 class Checkpoints:
@@ -104,13 +97,12 @@ class Checkpoints:
         for optimizer in prepared_optimizers(accelerator):
             keep_when_loading(optimizer.optimizer)
         self.saved_step = -1  # the step of the newest checkpoint
-        self.num_watched = NUM_WATCHED  # saves, after which a change that they lack is refused
         # Of a resume in the middle of an epoch: the checkpoint, its trainer.json and run.state.
         self.loaded: tuple[Path, dict[str, Any], dict[str, Any]] | None = None
-        self.parts: shards.Parts = {}  # of the checkpoint that is being written or read
-        before_save = partial(shards.before_save, lambda: self.parts, accelerator.is_main_process)
+        self.parts: parts.Parts = {}  # of the checkpoint that is being written or read
+        before_save = partial(parts.before_save, lambda: self.parts, accelerator.is_main_process)
         accelerator.register_save_state_pre_hook(before_save)
-        accelerator.register_load_state_pre_hook(partial(shards.before_load, lambda: self.parts))
+        accelerator.register_load_state_pre_hook(partial(parts.before_load, lambda: self.parts))
 
     def save(self, progress: Progress) -> None:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
@@ -132,9 +124,10 @@ class Checkpoints:
         final = self.directory / step_name(progress.step)
         temporary = self.directory / f".tmp-{final.name}"
         trainer = self._trainer(progress)
+        self.parts = self.contents.parts()
         save_state = accelerator.save_state
         if accelerator.is_fsdp2:
-            trainer["state"], save_state = shards.writer(accelerator, self.parts)
+            save_state = parts.writer(accelerator, self.parts)
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if accelerator.is_main_process:
@@ -152,13 +145,9 @@ class Checkpoints:
                 wait_for_all(accelerator, self.time_limit)  # a slow disk is no lost process
         self.commits.start(temporary, final, trainer, what, started_at)
         self.saved_step = progress.step
-        if self.num_watched:
-            self.contents.note()
 
     def _trainer(self, progress: Progress) -> dict[str, Any]:
-        """The content of trainer.json; it chooses the parts of the checkpoint."""
-        states, tensors = self.contents.registered.states()
-        self.parts = self.contents.parts(tensors)
+        """The content of trainer.json."""
         return {
             "format": FORMAT,
             "progress": asdict(progress),
@@ -168,22 +157,8 @@ class Checkpoints:
             "world": world_facts(self.accelerator),
             "sources": self.sources,
             "moved": [sorted(names) for names in self.contents.frozen.moved],
-            "registered": {"kinds": self.contents.registered.kinds, "states": states},
+            "registered": self.contents.registered.kinds,
         }
-
-    def check_unchanged(self) -> None:
-        """Refuse what a loop changes after run.save() and before its next batch: a resume lacks it.
-
-        It is looked for after the first saves, in which every loop has shown it. Raises
-        RuntimeError.
-        """
-        if self.num_watched:
-            self.num_watched -= 1
-            if names := self.contents.changed():
-                raise RuntimeError(
-                    f"{shorten(sorted(names))} was changed after run.save(), so the checkpoint "
-                    "lacks the change: change it before run.end_step()"
-                )
 
     def restore(self, progress: Progress) -> None:
         """Undo what the script did at the start of an epoch in whose middle this run was resumed.
@@ -197,8 +172,6 @@ class Checkpoints:
         self.loaded = None
         progress.state.clear()
         progress.state.update(state)
-        if not any(gather_object([bool(self.contents.changed())])):
-            return
         with failing_together(self.accelerator, f"{path} cannot be loaded"):
             self._load(path / "state", trainer)
 
@@ -249,18 +222,16 @@ class Checkpoints:
                 self.saved_step = progress.step
                 if progress.metrics_step != progress.step:
                     self.loaded = path, trainer, copy.deepcopy(progress.state)
-                    self.contents.note()
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if main:
                 # The run continues from this checkpoint. Rows are truncated only after later
                 # checkpoints are renamed: if this is killed halfway, "auto" can still resume.
                 notices += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
-                notices += compare_sources(trainer, self.sources)
+                notices += compare_sources(trainer.get("sources", {}), self.sources)
                 notices.extend(abandon_later(self.directory, progress.step, path))
                 notices += self.tracker.truncate(trainer.get("log"))
                 sync(self.directory.parent)
         self._with_mirror(lambda mirror: mirror.go_on(path, trainer))
-        count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
         for notice in notices:
             print(notice, flush=True)
         if path:
@@ -269,25 +240,16 @@ class Checkpoints:
 
     def _load(self, folder: Path, trainer: dict[str, Any]) -> None:
         """Load what a checkpoint holds; a UsageError comes before any weight changes."""
-        contents = self.contents
-        registered = trainer.get("registered", {"kinds": [], "states": []})  # older ones lack both
-        contents.registered.check_kinds(registered["kinds"])
-        if moved := trainer.get("moved"):
-            contents.frozen.set_moved(moved)
-        states = registered["states"]
-        tensors = contents.registered.places(states)
-        self.parts = contents.parts(tensors)
-        self._load_state(folder, trainer.get("state"))
-        contents.registered.load(states, tensors)
-
-    def _load_state(self, folder: Path, state: dict[str, Any] | None) -> None:
-        accelerator = self.accelerator
-        if state is not None:  # a sharded run saved it
-            return shards.read(self.parts, folder, state)
+        accelerator, registered = self.accelerator, self.contents.registered
+        registered.check_kinds(trainer["registered"])
+        self.contents.frozen.set_moved(trainer["moved"])
+        self.parts = self.contents.parts()
+        if (folder / parts.REST).exists():  # a sharded run saved it
+            return parts.read_shards(self.parts, folder)
         if accelerator.is_fsdp2:
-            return shards.read_whole(self.parts, folder)
+            return parts.read_whole(self.parts, folder)
         is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
-        with without_loss_scale(accelerator, hide=is_new_scale):
+        with without_loss_scale(accelerator, hide=is_new_scale), safe_globals(parts.SAFE):
             accelerator.load_state(
                 folder.resolve(),  # load_state would expand a ~
                 load_kwargs={"mmap": True, "weights_only": True},
@@ -295,6 +257,9 @@ class Checkpoints:
                 strict=False,  # checkpoints leave out frozen weights
             )
         seed_host(0)  # replaces what random_states_*.pkl set
+        count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
+        if registered.things:
+            registered.load(parts.load_tree(folder / "registered.bin"))
 
 
 def start_from(
@@ -311,6 +276,6 @@ def start_from(
         tensors, line = read_weights(path, model)
         fingerprint = digest_file(path)
     state = model.state_dict()
-    rows = {name: shards.rows_of(state[name], value) for name, value in tensors.items()}
+    rows = {name: rows_of(state[name], value) for name, value in tensors.items()}
     model.load_state_dict(rows, strict=False)
     return line, fingerprint

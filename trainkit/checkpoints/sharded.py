@@ -1,26 +1,12 @@
-"""Shard a model, that is, spread its weights over the processes (FSDP2), and save and load it.
+"""Shard a model, that is, spread its weights over the processes (FSDP2).
 
-Accelerate shards the model, but accelerator.save_state is not used for its checkpoints: it lets
-torch.distributed.checkpoint write .metadata, which is unpickled without weights_only, so a forged
-file could execute code. Here each process writes its rows to shard-00000.safetensors,
-shard-00001.safetensors, ..., with the header of torch's HuggingFaceStorageWriter, and its
-HuggingFaceStorageReader reads them. torch's writer would block the training three times as long.
-What is not a tensor (learning rates, schedules) is in trainer.json. With fsdp_state_dict_type:
-FULL_STATE_DICT there is one such file, with all rows.
-
-A sharded run and one that is not sharded can each continue from either kind of checkpoint. Frozen
-parameters (requires_grad=False) are not in checkpoints; a resume compares their fingerprint.
+Accelerate shards the model; parts.py says how its checkpoints are written and read. Frozen
+parameters (requires_grad=False) are not in them; a resume compares their fingerprint.
 """
 
-import json
-import math
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import nullcontext
-from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +14,6 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import FullyShardedDataParallelPlugin, broadcast, broadcast_object_list
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainkit.checkpoints.content import hash_tensor
@@ -37,12 +21,10 @@ from trainkit.errors import UsageError, as_usage_error
 from trainkit.launch.environment import num_copies, shards_wanted
 from trainkit.launch.nodes import check_same
 from trainkit.launch.processes import deadline, failing_together
-from trainkit.numbers.optim import weights_of
 from trainkit.numbers.randoms import Dropout
 from trainkit.repairs.private_names import (
     is_trained,
     named_weights,
-    plain_name,
     tree_leaves,
     tree_map_only,
 )
@@ -50,17 +32,13 @@ from trainkit.repairs.replaced import (
     compute_in,
     copy_shards,
     prepare_untrained,
-    reader_of,
     recompute_layers,
     shard_models,
     wrap_backward,
     wrap_prepare,
 )
-from trainkit.store.manifest import is_listed
-from trainkit.store.weights import file_parts, numbered, separate
 
 Tensors = dict[str, torch.Tensor]
-Parts = dict[str, Any]  # of a checkpoint, by file name: see trainkit/checkpoints/contents.py
 
 # By model the hashes of its frozen weights, from before it was sharded: see hash_frozen.
 HASHED = WeakKeyDictionary[nn.Module, dict[str, str]]()
@@ -328,206 +306,3 @@ def hash_frozen(model: nn.Module) -> dict[str, str]:
     kept = state_of(model)
     state = model.state_dict().items()
     return {f"the frozen weight {n}": hash_tensor(w) for n, w in state if n not in kept}
-
-
-def before_save(
-    parts: Callable[[], Parts], is_main: bool, models: list, weights: list, folder: str
-) -> None:
-    """Leave out frozen weights, save tied weights under both names, and save all other tensors.
-
-    This is a hook of accelerator.save_state, which would leave out one of two tied names and warn
-    of it each time.
-    """
-    tensors = {name: separate(part) for name, part in parts().items() if isinstance(part, dict)}
-    weights[:] = [tensors.pop(numbered("model.safetensors", n)) for n in range(len(models))]
-    for name, part in tensors.items() if is_main else ():
-        save_file(part, Path(folder, name))
-
-
-def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> None:
-    """Refuse files that do not match this run's models and optimizers; load all but those.
-
-    This is a hook of accelerator.load_state, which would ignore missing and extra files.
-    """
-    parts = parts_of()
-    others = {"scaler.pt", *(path.name for path in Path(folder).glob("random_states_*.pkl"))}
-    there = {path.name for path in Path(folder).iterdir() if is_listed(f"state/{path.name}")}
-    if wrong := there - others ^ parts.keys():
-        raise UsageError(
-            f"{folder}: {min(wrong)} is in the checkpoint or in this run, not in both: the script "
-            "has prepared other models, optimizers or schedules"
-        )
-    for name, part in parts.items():
-        if not isinstance(part, dict):
-            continue
-        if not name.startswith("model"):
-            _load_tensors(part, load_file(Path(folder, name)))
-        else:
-            with safe_open(Path(folder, name), "pt") as file:
-                keys = file.keys()
-                saved = {plain_name(key): file.get_slice(key).get_shape() for key in keys}
-            for key in part | saved:
-                _check_shape(key, part, saved.get(key))
-
-
-def writer(accelerator: Accelerator, parts: Parts) -> tuple[dict[str, Any], Callable[[Path], None]]:
-    """Return what is not a tensor in the state, and a function that writes the rest into a folder.
-
-    That function does not communicate, so it may fail on one process alone: FULL_STATE_DICT is
-    gathered here. Every process must call this. Raises RuntimeError if JSON cannot hold the state.
-    """
-    rank = accelerator.process_index
-    state = {}
-    tensors: Tensors = {}
-    for filename, part in parts.items():
-        name = filename.partition(".")[0]
-        if isinstance(part, dict):
-            tensors |= {f"{name}.{key}": value for key, value in part.items()}
-        else:
-            state[name] = _take_tensors(part.state_dict(), name, tensors)
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError) as problem:
-        raise RuntimeError(
-            f"an optimizer or a schedule has a state that JSON cannot hold ({problem}), so a "
-            "sharded run cannot save it: keep numbers, strings and lists of them there"
-        ) from problem
-    if accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT":
-        tensors = gathered(tensors, keep=rank == 0)
-    of_copies = [0] * num_copies(accelerator.num_processes)  # numbers that each copy saves
-    pieces = {}
-    for name, value in tensors.items():
-        copy = of_copies.index(min(of_copies))
-        of_copies[copy] += math.prod(getattr(value, "shape", ()))  # or None: see gathered
-        if piece := own_piece(value, rank, copy):
-            pieces[name] = piece
-
-    def write(folder: Path) -> None:
-        if not pieces:
-            return
-        rows = {name: rows for name, (rows, _) in pieces.items()}
-        offsets = {name: {"saved_offsets": start} for name, (_, start) in pieces.items()}
-        with open(folder / f"shard-{rank:05d}.safetensors", "wb") as file:
-            file.writelines(file_parts(rows, {"DCP_SHARDING_INFO": offsets}))
-
-    return state, write
-
-
-def own_piece(value: torch.Tensor, rank: int, copy: int) -> tuple[torch.Tensor, list[int]] | None:
-    """The rows of a tensor that this process saves, and where they start; None if there are none.
-
-    The first process saves what is not sharded, and one of several copies what is.
-    """
-    if not hasattr(value, "full_tensor"):
-        return (value, [0] * value.dim()) if rank == 0 else None
-    rows, mesh = value.to_local(), value.device_mesh
-    is_saved_here = mesh.ndim == 1 or mesh.get_local_rank(0) == copy
-    is_empty = rows.numel() == 0 and value.numel() > 0
-    if is_empty or not is_saved_here:
-        return None
-    return rows, [*value.__create_chunk_list__()[0].offsets]
-
-
-def _take_tensors(tree: Any, name: str, tensors: Tensors) -> Any:
-    """Return the tree with None in place of each tensor, which `tensors` gets under its path."""
-    if isinstance(tree, torch.Tensor):
-        tensors[name] = tree.detach()
-        return None
-    if isinstance(tree, dict):
-        return {key: _take_tensors(value, f"{name}.{key}", tensors) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_take_tensors(value, f"{name}.{n}", tensors) for n, value in enumerate(tree)]
-    return tree
-
-
-def _put_tensors(tree: Any, like: Any, name: str, tensors: Tensors) -> Any:
-    """Undo _take_tensors after a way through JSON, which turns keys into strings.
-
-    What is a tuple or a Counter in `like` becomes one: MultiStepLR counts with it.
-    """
-    if name in tensors:
-        return tensors[name]
-    if not isinstance(tree, dict | list):
-        return tree
-    is_list = isinstance(tree, list)
-    items = enumerate(tree) if is_list else ((int(k) if k.isdigit() else k, tree[k]) for k in tree)
-    likes = dict(enumerate(like)) if isinstance(like, list | tuple) else like
-    likes = likes if isinstance(likes, dict) else {}
-    values = {k: _put_tensors(x, likes.get(k), f"{name}.{k}", tensors) for k, x in items}
-    if is_list:
-        return (tuple if isinstance(like, tuple) else list)(values.values())
-    return Counter(values) if isinstance(like, Counter) else values
-
-
-def read(parts: Parts, folder: Path, state: dict[str, Any]) -> None:
-    """Load what writer() returned and wrote, on any number of processes, into any run.
-
-    It does not communicate. Raises UsageError before any weight changes.
-    """
-    from torch.distributed.checkpoint import load
-
-    reader = reader_of(folder, lambda name: is_listed(f"state/{name}"))
-    saved = reader.read_metadata().state_dict_metadata
-    others = {}
-    tensors: Tensors = {}
-    weights: Tensors = {}
-    for filename, part in parts.items():
-        name = filename.partition(".")[0]
-        if isinstance(part, dict):
-            tensors |= {f"{name}.{key}": value for key, value in part.items()}
-        else:
-            others[name] = part
-        if isinstance(part, torch.optim.Optimizer):
-            weights |= {f"{name}.state.{n}": weight for n, weight in enumerate(weights_of(part))}
-    for name, value in saved.items():
-        if sum(math.prod(chunk.sizes) for chunk in value.chunks) != math.prod(value.size):
-            raise UsageError(f"{folder}: rows of {name} are missing")
-        if name.partition(".")[0] in others:
-            like = weights.get(name.rpartition(".")[0])
-            if like is None or like.shape != value.size:  # a count of steps
-                like = torch.empty(value.size)
-            tensors[name] = torch.empty_like(like, dtype=value.properties.dtype)
-    for name in tensors.keys() | saved.keys():
-        _check_shape(name, tensors, saved[name].size if name in saved else None)
-    if state.keys() != others.keys():
-        raise UsageError(
-            f"{folder} is of {', '.join(state)} and this run has {', '.join(others)}: the script "
-            "has prepared other optimizers or schedules"
-        )
-    with warnings.catch_warnings(action="ignore"):  # that each process reads by itself
-        load(tensors, storage_reader=reader, no_dist=True)
-    for name, part in others.items():
-        part.load_state_dict(_put_tensors(state[name], part.state_dict(), name, tensors))
-
-
-def read_whole(parts: Parts, folder: Path) -> None:
-    """Load what accelerator.save_state wrote into a sharded run."""
-    load = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
-    files = {name: (load_file if ".s" in name else load)(folder / name) for name in parts}
-    for name, part in parts.items():
-        if isinstance(part, dict):
-            _load_tensors(part, files[name])
-        elif isinstance(part, torch.optim.Optimizer):
-            _load_optimizer(part, files[name])
-        else:
-            part.load_state_dict(files[name])
-
-
-def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
-    """Copy saved tensors into those of this run, one by one."""
-    saved = {plain_name(name): value for name, value in saved.items()}  # older ones have others
-    for name in tensors | saved:
-        _check_shape(name, tensors, saved[name].shape)  # copy_ would broadcast a smaller tensor
-        tensors[name].copy_(rows_of(tensors[name], saved[name]))
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    state = saved["state"].items()
-    weights = weights_of(optimizer)
-    rows = {i: {name: rows_of(weights[i], x) for name, x in of.items()} for i, of in state}
-    optimizer.load_state_dict(saved | {"state": rows})
-
-
-def _check_shape(name: str, tensors: Tensors, shape: Sequence[int] | None) -> None:
-    if name not in tensors or shape is None or tensors[name].shape != torch.Size(shape):
-        raise UsageError(f"the weight {name} of the checkpoint does not match this run")

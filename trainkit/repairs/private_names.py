@@ -18,12 +18,25 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    keystr,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map_only,
+    tree_map_with_path,
+)
 from torch.utils.data import DataLoader
 
 COMPILED = "_orig_mod."
 
-__all__ = ["BatchNorm", "tree_leaves", "tree_map_only"]
+__all__ = [
+    "BatchNorm",
+    "keystr",
+    "tree_leaves",
+    "tree_leaves_with_path",
+    "tree_map_only",
+    "tree_map_with_path",
+]
 
 
 def is_trained(model: nn.Module) -> bool:

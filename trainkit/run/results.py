@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from trainkit.checkpoints import sharded as shards
-from trainkit.checkpoints.frozen import Frozen
+from trainkit.checkpoints.contents import Frozen
 from trainkit.config import TrainingConfig, metric_and_direction
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.launch.processes import failing_together, wait_for_all
@@ -22,7 +22,7 @@ from trainkit.run.reporter import show, show_best
 from trainkit.store import records
 from trainkit.store.atomic import rename_free, write_durably, write_json
 from trainkit.store.manifest import step_name
-from trainkit.store.weights import layout, numbered, write_tensors
+from trainkit.store.weights import check_writable, numbered, write_tensors
 from trainkit.text import check_json, count, first_sentence
 
 Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadata
@@ -191,16 +191,10 @@ class Results:
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
         path = self.run_dir / name
         main = self.accelerator.is_main_process
-        # One by one, because the main process may not have the memory for a sharded model.
-        names, _ = layout(tensors, {"trainkit": metadata})
-        rows = (shards.gathered(tensors[key], keep=main) for key in names)
+        whole = shards.gathered(tensors, keep=main)
         with failing_together(self.accelerator, f"{path} cannot be written", RunFailure):
-            try:
-                if main:
-                    write_tensors(path, tensors, metadata, rows)
-            finally:
-                for _ in rows:  # every process gathers all of them, even if the disk is full
-                    pass
+            if main:
+                write_tensors(path, whole, metadata)
 
     def _write_model(self, name: str, model: nn.Module, more: dict[str, Any]) -> None:
         tensors = model.state_dict() if self.save_frozen else self.frozen.state_of(model)
@@ -217,5 +211,5 @@ def check_predictions(
     """Return the predictions as tensors. They are checked in every epoch, not only at the end."""
     with as_usage_error("run.end_epoch(...) got predictions, or metadata, that cannot be written"):
         tensors = {name: torch.as_tensor(value) for name, value in (predictions or {}).items()}
-        layout(tensors, {"trainkit": metadata})
+        check_writable(tensors, metadata)
     return None if predictions is None else (tensors, metadata)

@@ -21,9 +21,8 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from trainkit.checkpoints.contents import Contents
-from trainkit.checkpoints.fingerprint import fingerprint_run
-from trainkit.checkpoints.frozen import Frozen
+from trainkit.checkpoints.contents import Contents, Frozen
+from trainkit.checkpoints.resume import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.config import TrainingConfig
 from trainkit.launch.processes import say_what_takes_long, start_beating, wait_for_all
@@ -286,7 +285,6 @@ class Run:
                 need(self, NEXT_BATCH, "counted")
             if before < progress.step == self.checkpoints.saved_step:  # fp16 may have skipped it
                 self.prepared.check_unchanged(progress.state)
-                self.checkpoints.check_unchanged()
             if length.is_over(progress) or length.must_evaluate(progress):
                 break
         loader.end()  # tells Accelerate that this loader is not read further

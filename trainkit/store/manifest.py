@@ -13,17 +13,14 @@ from trainkit.store.atomic import sync
 
 # A hash in a manifest finds damage. It cannot find forgery, because whoever changes a file can
 # change the manifest too; that is why nothing in a checkpoint can execute.
-FORMAT = 7
-# The formats that a resume reads. Whoever changes FORMAT also adds what reads the one before, and
-# its test:
-# see read_same_run and compare_sources of checkpoints/fingerprint.py.
-READ = {6, FORMAT}
+FORMAT = 8  # a resume reads this one alone
 STEP_NAME = re.compile(r"step-\d{10}")
 # The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(
     r"trainer\.json|metrics\.jsonl|(predictions|best)\.safetensors"  # the last three for --mirror
-    r"|state/((model|average|registered)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
-    r"|scaler\.pt|random_states_\d+\.pkl|shard-\d{5}\.safetensors)"
+    r"|state/((model|average)(_\d+)?\.safetensors|(optimizer|scheduler)(_\d+)?\.bin"
+    r"|(registered|rest)\.bin|scaler\.pt|random_states_\d+\.pkl"
+    r"|shard-\d{5}-model-00001-of-00001\.safetensors)"
 )
 
 # What accelerator.load_state would open besides, some of it without asking whether it is code.
@@ -113,11 +110,8 @@ def verify(path: Path) -> str | None:
         return "it has no MANIFEST.json"
     try:
         manifest = json.loads(file.read_bytes())
-        if manifest["format"] not in READ:
-            return (
-                f"another version saved it, in format {manifest['format']}, not {FORMAT}"
-                f"{name_revision(path)}"
-            )
+        if manifest["format"] != FORMAT:
+            return f"another version saved it, in format {manifest['format']}, not {FORMAT}"
         files = manifest["files"]
         there = _paths(path)
         for name in sorted(files):
@@ -135,25 +129,9 @@ def verify(path: Path) -> str | None:
     return None
 
 
-def name_revision(path: Path) -> str:
-    """Return the command that gets the version of the run of a checkpoint, if run.json holds it."""
-    try:
-        revision = json.loads((path.parent.parent / "run.json").read_bytes())["git_revision"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    if not re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", str(revision)):
-        return ""
-    return f": `git checkout {revision.removesuffix('-dirty')}` gets the one that continues it"
-
-
 def not_listed(path: Path) -> list[str]:
     """The files in the folder of a checkpoint that are not part of it, such as .DS_Store."""
     return sorted(_paths(path).keys() - read_manifest(path))
-
-
-def list_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash of each file below a folder except its manifest; empty for links and pipes."""
-    return {name: _described(path) for name, path in _paths(folder).items()}
 
 
 def _paths(folder: Path) -> dict[str, Path]:
@@ -170,5 +148,7 @@ def _described(path: Path) -> dict[str, Any]:
 
 def writer_of(name: str) -> int:
     """The process that writes this file: the main one, unless its number is in the name."""
-    match = re.search(r"(random_states_|shard-|part-)(\d+)", name)
-    return int(match[2]) if match else 0
+    match = re.search(r"(random_states_|part-|shard-)(\d+)", name)
+    if match is None:
+        return 0
+    return int(match[2]) - (match[1] == "shard-")  # torch counts these from 1

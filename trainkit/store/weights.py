@@ -1,17 +1,15 @@
 """Weights as safetensors files: written at the end of a run, read by --start-from."""
 
-import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.repairs.private_names import plain_name
-from trainkit.store.atomic import write_durably
+from trainkit.store.atomic import replacing
 from trainkit.store.jsons import to_exact_json
 
 
@@ -21,56 +19,26 @@ def numbered(name: str, number: int) -> str:
     return f"{stem}_{number}{dot}{ending}" if number else name
 
 
-def write_tensors(
-    path: Path,
-    tensors: dict[str, torch.Tensor],
-    metadata: dict[str, Any],
-    rows: Iterable[torch.Tensor] | None = None,
-) -> None:
-    """Write a safetensors file that loads in plain PyTorch.
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
+    """Write a safetensors file that loads in plain PyTorch, durably.
 
-    `metadata` is saved as JSON in one entry, "trainkit". `rows` may give the content of the
-    tensors, in the order of layout().
-    """
-    write_durably(path, file_parts(tensors, {"trainkit": metadata}, rows))
-
-
-def file_parts(
-    tensors: dict[str, torch.Tensor],
-    entry: dict[str, Any],
-    rows: Iterable[torch.Tensor] | None = None,
-) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file, without a copy of those that lie in memory in order.
-
-    `entry` has one name and what is saved under it as JSON; safetensors writes several entries in
+    `metadata` is saved as JSON in one entry, "trainkit": safetensors writes several entries in
     random order.
     """
-    names, head = layout(tensors, entry)
-    yield head
-    for value in rows or (tensors[name] for name in names):
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    with replacing(path) as temporary:
+        save_file(separate(tensors), temporary, {"trainkit": to_exact_json(metadata)})
 
 
-def layout(tensors: dict[str, torch.Tensor], entry: dict[str, Any]) -> tuple[list[str], bytes]:
-    """Return the order of the tensors in a safetensors file, and its bytes before the first."""
-    # The library decides on the order and on the names of types, from tensors without elements.
+def check_writable(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
+    """Raise what write_tensors would raise for such types and metadata, without the values."""
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    text = {name: to_exact_json(value) for name, value in entry.items()}
-    head = json.loads(save(empty, metadata=text)[8:])
-    names = [name for name in head if name in tensors]
-    end = 0
-    for name in names:
-        start, end = end, end + tensors[name].numel() * tensors[name].itemsize
-        head[name] |= {"shape": [*tensors[name].shape], "data_offsets": [start, end]}
-    encoded = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    return names, len(encoded).to_bytes(8, "little") + encoded
+    save(empty, {"trainkit": to_exact_json(metadata)})
 
 
 def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors that share memory, as tied weights do, because safetensors refuses those."""
-    by_memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
-    owners = {*by_memory.values()}
+    rows = {n: t.to_local() if hasattr(t, "to_local") else t for n, t in tensors.items()}
+    owners = {*{part.untyped_storage().data_ptr(): name for name, part in rows.items()}.values()}
     return {n: (t if n in owners else t.clone()).contiguous() for n, t in tensors.items()}
 
 

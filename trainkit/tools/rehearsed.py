@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainkit.checkpoints.contents import hash_of
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.hashes import digest
 from trainkit.launch import startup
@@ -174,12 +175,12 @@ def _buffers(models: list[nn.Module]) -> dict[str, str]:
 
 def _averages(run: Run) -> dict[str, str]:
     """Hashes of the running means of BatchNorm that registered things have, as of a teacher."""
-    registered = run.checkpoints.contents.registered
+    entries = run.checkpoints.contents.registered.entries()
     return {
-        f"{name}, {entry}": text
-        for name, entries in zip(registered.names(), registered.entries(), strict=True)
-        for entry, text in entries.items()
-        if entry.endswith(("running_mean", "running_var"))
+        f"{name}, {entry}": hash_of({entry: value})
+        for name, of in entries.items()
+        for entry, value in of.items()
+        if "running_mean" in entry or "running_var" in entry
     }
 
 

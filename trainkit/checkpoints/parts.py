@@ -1,0 +1,281 @@
+"""The files in which a checkpoint holds the state of a run, and how they are written and read.
+
+A part is the name of a file with what is in it: the tensors of a model or the averages of --ema by
+name, an optimizer, a schedule, or what the script registered. See Contents.parts.
+
+accelerator.save_state writes the parts of a run that is not sharded, but for two that it does not
+know, which a hook writes. Of a sharded run each process writes the rows that it has to a file of
+its own, with torch.distributed.checkpoint, as safetensors: shard-00001-model-00001-of-00001 and so
+on. What is not a tensor (learning rates, counts) is in rest.bin. With fsdp_state_dict_type:
+FULL_STATE_DICT there is one such file, with all rows. Any run reads either kind.
+
+Two calls of torch are not used. save(...) waits for the slowest disk in a collective, so that a
+disk that is slower than --timeout would be a lost process: here each process writes by itself, with
+the same planner and writer. get_state_dict(...) takes a step with gradients of zero to make the
+state of an optimizer, and names it by weights: here it has the numbers that an optimizer gives it,
+as in the files of save_state, so that either kind of run reads both.
+
+Nothing is unpickled but by torch.load(weights_only=True), which knows numbers, texts, containers,
+tensors and, by SAFE, the arrays of numpy.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.serialization import safe_globals
+
+from trainkit.checkpoints.sharded import Tensors, gathered, rows_of
+from trainkit.errors import UsageError
+from trainkit.launch.environment import num_copies
+from trainkit.numbers.optim import weights_of
+from trainkit.repairs.private_names import (
+    keystr,
+    plain_name,
+    tree_leaves_with_path,
+    tree_map_only,
+    tree_map_with_path,
+)
+from trainkit.repairs.replaced import reader_of
+from trainkit.store.manifest import is_listed
+from trainkit.store.weights import numbered, separate
+from trainkit.text import first_sentence
+
+Parts = dict[str, Any]
+REST = "rest.bin"  # what a sharded run saves that is not a tensor
+DTYPES = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
+# What makes the arrays and numbers of numpy again when they are unpickled; bytes of empty ones.
+REMADE = np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]
+SAFE = [bytes, np.ndarray, np.dtype, *REMADE, *DTYPES]
+
+
+def check_loadable(state: Any, what: str) -> None:
+    """Raise UsageError if a checkpoint with this state could not be loaded again."""
+    file = io.BytesIO()
+    try:
+        torch.save(tree_map_only(Tensor, lambda _: None, state), file)
+        file.seek(0)
+        with safe_globals(SAFE):
+            torch.load(file, weights_only=True)
+    except Exception as problem:  # pickle raises many kinds
+        named = re.search(r"GLOBAL (\S+)", str(problem))
+        kind = f"a {named[1]}" if named else f"something ({first_sentence(problem)})"
+        raise UsageError(
+            f"{what} holds {kind}, which no resume would load, because that could execute code: "
+            "let it hold numbers, texts, lists, tuples, dicts, sets, tensors and arrays"
+        ) from None
+
+
+def load_tree(path: Path) -> Any:
+    """What torch.save wrote into this file, on the CPU, with nothing that could execute code."""
+    with safe_globals(SAFE):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def before_save(
+    parts: Callable[[], Parts], is_main: bool, models: list, weights: list, folder: str
+) -> None:
+    """Leave out frozen weights, save tied weights under both names, and write the other parts.
+
+    This is a hook of accelerator.save_state, which would leave out one of two tied names and warn
+    of it each time.
+    """
+    tensors = {name: separate(part) for name, part in parts().items() if isinstance(part, dict)}
+    weights[:] = [tensors.pop(numbered("model.safetensors", n)) for n in range(len(models))]
+    for name, part in tensors.items() if is_main else ():
+        save_file(part, Path(folder, name))
+    if registered := parts().get("registered.bin"):
+        state = registered.state_dict()  # on every process: it may be a sum of theirs
+        if is_main:
+            torch.save(state, Path(folder, "registered.bin"))
+
+
+def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> None:
+    """Refuse files that do not match this run's models and optimizers; load the averages.
+
+    This is a hook of accelerator.load_state, which would ignore missing and extra files.
+    """
+    parts = parts_of()
+    others = {"scaler.pt", *(path.name for path in Path(folder).glob("random_states_*.pkl"))}
+    there = {path.name for path in Path(folder).iterdir() if is_listed(f"state/{path.name}")}
+    if wrong := there - others ^ parts.keys():
+        raise UsageError(
+            f"{folder}: {min(wrong)} is in the checkpoint or in this run, not in both: the script "
+            "has prepared other models, optimizers or schedules"
+        )
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            continue
+        if not name.startswith("model"):
+            _load_tensors(part, load_file(Path(folder, name)))
+        else:
+            with safe_open(Path(folder, name), "pt") as file:
+                keys = file.keys()
+                saved = {plain_name(key): file.get_slice(key).get_shape() for key in keys}
+            for key in part | saved:
+                _check_shape(key, part, saved.get(key))
+
+
+def writer(accelerator: Accelerator, parts: Parts) -> Callable[[Path], None]:
+    """Return a function that writes what this process has of a sharded state into a folder.
+
+    That function does not communicate, so it may fail on one process alone: FULL_STATE_DICT is
+    gathered here. Every process must call this.
+    """
+    tensors: Tensors = {}
+    rest = {}
+
+    def take(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors[name] = value.detach()
+            return torch.empty(0)
+        return value
+
+    for filename, part in parts.items():
+        name = filename.partition(".")[0]
+        if isinstance(part, dict):
+            tensors |= {f"{name}.{key}": value.detach() for key, value in part.items()}
+        else:
+            state = part.state_dict()
+            rest[name] = tree_map_with_path(lambda at, x, n=name: take(n + keystr(at), x), state)
+    is_main = accelerator.is_main_process
+    if accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT":
+        tensors = gathered(tensors, keep=is_main)
+    of_copies = [0] * num_copies(accelerator.num_processes)  # numbers that each copy saves
+    own: Tensors = {}
+    for name, value in tensors.items():
+        copy = of_copies.index(min(of_copies))
+        if hasattr(value, "full_tensor"):
+            of_copies[copy] += value.numel()
+            mesh, is_empty = value.device_mesh, value.to_local().numel() == 0 < value.numel()
+            is_own = (mesh.ndim == 1 or mesh.get_local_rank(0) == copy) and not is_empty
+        else:
+            is_own = is_main
+        if is_own:
+            own[name] = value
+
+    def write(folder: Path) -> None:
+        if is_main:
+            torch.save(rest, folder / REST)
+        if own:
+            _write_shard(separate(own), accelerator.process_index, folder)
+
+    return write
+
+
+def _write_shard(tensors: Tensors, rank: int, folder: Path) -> None:
+    """Write the rows that this process has as torch.distributed.checkpoint does, but alone."""
+    from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter
+
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tensors, is_coordinator=rank == 0)
+    shard = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    shard.sync_files = False  # the thread that hashes the files does it
+    plan = planner.create_local_plan()
+    plan = shard.prepare_global_plan([plan] * (rank + 1))[rank]  # numbers the file
+    shard.write_data(planner.finish_plan(plan), planner).wait()
+
+
+def read_shards(parts: Parts, folder: Path) -> None:
+    """Load what writer(...) wrote, on any number of processes, into any run.
+
+    It does not communicate. Raises UsageError before any weight changes.
+    """
+    from torch.distributed.checkpoint import load
+
+    reader = reader_of(folder, lambda name: is_listed(f"state/{name}"))
+    saved = reader.read_metadata().state_dict_metadata
+    rest = load_tree(folder / REST)
+    stateful = {n.partition(".")[0]: x for n, x in parts.items() if not isinstance(x, dict)}
+    if rest.keys() != stateful.keys():
+        raise UsageError(
+            f"{folder} is of {', '.join(rest)} and this run has {', '.join(stateful)}: the script "
+            "has prepared other optimizers or schedules"
+        )
+    tensors: Tensors = {}
+    for filename, part in parts.items():
+        name = filename.partition(".")[0]
+        if isinstance(part, dict):
+            tensors |= {f"{name}.{key}": value for key, value in part.items()}
+            continue
+        place_of = places(part)
+        for at, value in tree_leaves_with_path(rest[name]):
+            key = name + keystr(at)
+            if isinstance(value, Tensor) and key in saved:
+                place, size = place_of(at), saved[key].size
+                if place is None or place.shape != size:  # a count of steps
+                    place = torch.empty(size)
+                tensors[key] = torch.empty_like(place.detach(), dtype=saved[key].properties.dtype)
+    for name, value in saved.items():
+        if sum(chunk.sizes.numel() for chunk in value.chunks) != value.size.numel():
+            raise UsageError(f"{folder}: rows of {name} are missing")
+    for name in tensors.keys() | saved.keys():
+        _check_shape(name, tensors, saved[name].size if name in saved else None)
+    with warnings.catch_warnings(action="ignore"):  # that each process reads by itself
+        load(tensors, storage_reader=reader, no_dist=True)
+    for name, part in stateful.items():
+        part.load_state_dict(
+            tree_map_with_path(lambda at, x, n=name: tensors.get(n + keystr(at), x), rest[name])
+        )
+
+
+def read_whole(parts: Parts, folder: Path) -> None:
+    """Load what accelerator.save_state and before_save wrote into a sharded run."""
+    files = {
+        name: (load_file if isinstance(part, dict) else load_tree)(folder / name)
+        for name, part in parts.items()
+    }
+    for name, part in parts.items():
+        if isinstance(part, dict):
+            _load_tensors(part, files[name])
+        else:
+            load_whole(part, files[name])
+
+
+def load_whole(part: Any, state: Any) -> None:
+    """Give an optimizer, or what was registered, a saved state, of which it takes its own rows."""
+    place_of = places(part)
+
+    def fit(at: tuple, value: Any) -> Any:
+        place = place_of(at) if isinstance(value, Tensor) else None
+        if place is None:
+            return value
+        rows = rows_of(place, value)
+        return rows.to(place.device) if rows.shape == place.shape else rows
+
+    part.load_state_dict(tree_map_with_path(fit, state))
+
+
+def places(part: Any) -> Callable[[tuple], Tensor | None]:
+    """Return a function from the place of a tensor in a state to one that is sharded like it.
+
+    What an optimizer has for a weight, which it may not have yet, is sharded like the weight.
+    """
+    if isinstance(part, torch.optim.Optimizer):
+        weights = weights_of(part)
+        return lambda at: weights[at[1].key] if at[0].key == "state" else None
+    held = {at: x for at, x in tree_leaves_with_path(part.state_dict()) if isinstance(x, Tensor)}
+    return held.get
+
+
+def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
+    """Copy saved tensors into those of this run, one by one."""
+    saved = {plain_name(name): value for name, value in saved.items()}
+    for name in tensors | saved:
+        _check_shape(name, tensors, saved[name].shape if name in saved else None)
+        tensors[name].copy_(rows_of(tensors[name], saved[name]))
+
+
+def _check_shape(name: str, tensors: Tensors, shape: Any) -> None:
+    """Raise UsageError unless the run has a tensor of this name and shape."""
+    if name not in tensors or shape is None or tensors[name].shape != torch.Size(shape):
+        raise UsageError(f"the weight {name} of the checkpoint does not match this run")
