@@ -249,7 +249,7 @@ def test_rows_of_which_nothing_is_learned_are_refused(make, rows, flags, said):
             {"not read": "id, thinkin"},
         ),
         (AS_VALUES, PAIR | {"split": "train", "tools": [], "note": ""}, {"not read": "^split$"}),
-        (THINKS, PAIR, {"template": "generation prompt ends with '<think>'.* 3 of 3 rows"}),
+        (THINKS, PAIR, {"asked": "does not write '<think>'.* 3 of 3 rows"}),
     ],
 )
 def test_the_plan_says_what_is_learned_and_what_is_not(make, template, row, said):
@@ -336,7 +336,7 @@ def test_a_template_that_does_not_write_texts_is_named(make, base, template, mes
 def test_an_answer_is_asked_for_as_the_template_asks_and_prompts_may_be_given(make):
     sets = make(PAIR, template=THINKS)
     ((name, asked),) = sets.prompts.items()
-    assert name == "question: say\nanswer"
+    assert name == "answer to 'user sayassistant <think>'"
     assert sets.tokenizer.decode(asked).endswith("assistant\n<think>")
     given = make(PAIR, prompts=["say", "no"], flags="--system be")
     texts = [given.tokenizer.decode(tokens) for tokens in given.prompts.values()]
@@ -387,7 +387,7 @@ def test_a_folder_has_the_type_of_its_base_and_tied_weights_once(tmp_path, dtype
 
 
 def read(path) -> list:
-    return [row for _, row in formats.read_chat_rows(str(path), None, bool)[0]]
+    return [row for _, row in formats.read_chat_rows(str(path), None)[0]]
 
 
 def test_rows_are_the_same_from_json_parquet_and_a_saved_set(make, tmp_path):

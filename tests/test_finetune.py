@@ -110,7 +110,7 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True, **plan).output
     losses = logged_losses(tmp_path)
     assert losses == pytest.approx(plain(*make_model(in_double, lora, *packed)), abs=SAME)
-    assert len(re.findall("^question: .+\nanswer: ", output, re.M)) == 2
+    assert len(re.findall("^answer to .+: ", output, re.M)) == 2
     assert len(rows(tmp_path, "epochs")) == 2
     trained = re.search(r"of which ([\d,]+) are trained \(\d+\.\d\d%\)", output)
     assert bool(trained) == bool(lora)
@@ -280,7 +280,7 @@ def test_a_sample_answer_ends_no_run(run_main, tokenizer, tmp_path, prompt, monk
     model = transformers.GPT2LMHeadModel(config)
     model.generation_config.suppress_tokens = [0]  # so that it says as much as it may
     train_on(run_main, tmp_path, tokenizer, model, prompt)
-    shown = re.findall(r"\nanswer: (none, because of \w+)?", capfd.readouterr().out)
+    shown = re.findall(r"\nanswer to .*?: (none, because of \w+)?", capfd.readouterr().out)
     reason = "none, because of TypeError" if prompt == "broken" else ""
     assert shown == [reason] * 5
 

@@ -219,7 +219,7 @@ def chats(monkeypatch):
     from trainkit.language import conversations, formats
 
     def call(data, eval_data=None):
-        found = formats.read_chat_rows(str(data), eval_data and str(eval_data), formats.find_format)
+        found = formats.read_chat_rows(str(data), eval_data and str(eval_data))
         read, num_given, plan = found
         rows, _ = formats.read_conversations(read)
         hashes = formats.number_equal_turns(row for _, row in rows)
@@ -453,12 +453,9 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, flag):
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "ok.jsonl").write_text(json.dumps(row))
     save_shaded(tmp_path / "set" / "a", 1, 2)
-    is_known = lambda row: True  # noqa: E731
     read = {
-        "--data": lambda: formats.read_chat_rows(str(pipe), None, is_known),
-        "--eval-data": lambda: formats.read_chat_rows(
-            str(tmp_path / "ok.jsonl"), str(pipe), is_known
-        ),
+        "--data": lambda: formats.read_chat_rows(str(pipe), None),
+        "--eval-data": lambda: formats.read_chat_rows(str(tmp_path / "ok.jsonl"), str(pipe)),
         "--labels": lambda: pictures_of("photos", tmp_path / "set", "--labels", pipe),
         "--dataset": lambda: pictures_of("mnist", pipe),
         "": lambda: ParquetRows(str(pipe), "id"),

@@ -11,7 +11,6 @@ import torch
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.language.formats import (
     Conversation,
-    find_format,
     number_equal_turns,
     read_chat_rows,
     read_conversations,
@@ -28,6 +27,26 @@ if TYPE_CHECKING:
     from trainkit.language.pretrained import LanguageConfig
 
 MAX_QUESTION = 200  # letters that are shown of what an answer is asked for
+# Lines of the plan by kind of note: their name, and what they say of so many rows and the first.
+NOTES = {
+    "empty": (
+        "empty",
+        "{} have an answer without text, which is learned: the model says nothing there",
+    ),
+    "inside": (
+        "inside",
+        "{} have special tokens inside of their texts, the first is {}: they stay text there",
+    ),
+    "lost": (
+        "template",
+        "leaves out or changes parts of {}, which are learned without: the first is {}",
+    ),
+    "unwritten": (
+        "asked",
+        "the template does not write {1}, with which it asks for an answer, before the answers of "
+        "{0}: the model will be prompted with text that it never saw",
+    ),
+}
 
 
 class ChatSets(NamedTuple):
@@ -121,7 +140,7 @@ def make_chat_sets(
 ) -> ChatSets:
     """Do what load_chats does, with this tokenizer, for a model that takes so many tokens."""
     size, limit_name = find_limit(config.max_tokens, limit)
-    read, num_given, read_plan = read_chat_rows(config.data, config.eval_data, find_format)
+    read, num_given, read_plan = read_chat_rows(config.data, config.eval_data)
     rows, columns = read_conversations(read)
     if system and not tokenizer.chat_template:
         raise UsageError("--system needs a chat template, and the tokenizer of --base has none")
@@ -140,22 +159,15 @@ def make_chat_sets(
     plan |= {"first": show_sample(tokenizer, sets[0][0])} if sets[0] else {}
     asks = {prompt: chat.ask(prompt, system) for prompt in prompts}
     if not asks and sets[1]:
-        first = sides[1][0]
-        question = _question_of(rows[first][1])
-        asks[f"question: {question}\nanswer" if question else "answer"] = [*encoded[first].ask]
+        asks |= name_prompt(tokenizer, encoded[sides[1][0]].ask)
     by_length = sorted(sets[1], key=lambda sample: len(sample.tokens))
     return ChatSets(sets[0], by_length, tokenizer, chat.end, plan, asks)
 
 
-def _question_of(conversation: Conversation) -> str:
-    """Return the last words before the first answer that is learned, on one line."""
-    before = ""
-    for number, turn in enumerate(conversation.turns):
-        if number >= conversation.num_prompt and is_learned(turn):
-            break
-        before = turn["content"]
-    text = " ".join(before.split())
-    return text if len(text) <= MAX_QUESTION else f"{text[: MAX_QUESTION - 3]}..."
+def name_prompt(tokenizer: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
+    """Return the tokens that ask for an answer, by the end of their text as it is printed."""
+    text = " ".join(tokenizer.decode(tokens, skip_special_tokens=True).split())
+    return {f"answer to {text[-MAX_QUESTION:]!r}": [*tokens]}
 
 
 def hold_out_tenth(
@@ -188,9 +200,8 @@ def _encode_rows(
     for where, row in rows:
         with as_usage_error(f"{where} cannot be tokenized"):
             encoded = chat.encode(row, size)
-        notes.add_row(chat, [row], [encoded])
-        notes.add("lost", encoded.lost)
-        notes.add("unlearned", row.text is None and not any(map(is_learned, row.turns)))
+        notes.add(chat, [row], [encoded])
+        notes.counts["unlearned"] += row.text is None and not any(map(is_learned, row.turns))
         kept = [Sample(tokens[:size], learned[:size]) for tokens, learned in encoded.samples]
         kept = [sample for sample in kept if sample.learned.any()]
         notes.counts["truncated"] += sum(len(tokens) > size for tokens, _ in encoded.samples)
@@ -217,63 +228,31 @@ class Notes:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.first: dict[str, Any] = {}
+        self.first: dict[str, str] = {}
         self.unread: set[str] = set()  # columns, and keys of turns
 
-    def add(self, kind: str, example: Any) -> None:
-        """Count a row of this kind, if the example is not empty."""
-        if example:
-            self.counts[kind] += 1
-            self.first.setdefault(kind, example)
-
-    def add_row(self, chat: Chat, rows: Sequence[Conversation], encoded: Sequence[Encoded]) -> None:
-        """Count what all conversations of a row say of it, and note which names change nothing."""
-        self.add("inside", next((one.inside for one in encoded if one.inside), ""))
-        self.add("untrained", encoded[0].untrained)
-        self.add("empty", any(map(_has_empty_answer, rows)))
-        for row in rows:
-            self.unread.update(row.unread, find_unread(row.turns, chat.tokenizer.chat_template))
+    def add(self, chat: Chat, row: Sequence[Conversation], encoded: Sequence[Encoded]) -> None:
+        """Count what is said of the conversations of a row, and keep names that change nothing."""
+        found = {kind: text for one in encoded for kind, text in one.notes.items() if text}
+        self.counts.update(found.keys())
+        self.first = found | self.first
+        for one in row:
+            self.unread.update(one.unread, find_unread(one.turns, chat.tokenizer.chat_template))
 
     def describe(self, chat: Chat, num_rows: int) -> dict[str, str]:
         """Return lines of the plan about rows and their chat template."""
-        lines = {}
-        counts = {kind: f"{num} of {num_rows} rows" for kind, num in self.counts.items()}
-        if "empty" in counts:
-            lines["empty"] = (
-                f"{counts['empty']} have an answer without text, which is learned: the model says "
-                "nothing there"
-            )
-        if "inside" in counts:
-            lines["inside"] = (
-                f"{counts['inside']} have special tokens inside of their texts, the first is "
-                f"{self.first['inside']}: they stay text there"
-            )
+        lines = {
+            name: what.format(f"{self.counts[kind]} of {num_rows} rows", repr(self.first[kind]))
+            for kind, (name, what) in NOTES.items()
+            if kind in self.counts
+        }
         if self.unread:
             lines["not read"] = shorten(sorted(self.unread), 10)
-        template = []
-        if "lost" in counts:
-            template.append(
-                f"leaves out or changes parts of {counts['lost']}, which are learned without: the "
-                f"first is {self.first['lost'][:30]!r}"
-            )
-        if "untrained" in counts:
-            template.append(
-                f"its generation prompt ends with {self.first['untrained'][-30:]!r}, which it does "
-                f"not write before the answers of {counts['untrained']}: the model will be "
-                "prompted with text that it never saw"
-            )
-        if template:
-            lines["template"] = "; ".join(template)
         if chat.day:
             lines["date"] = (
                 f"{chat.day}, which the chat template writes, also in a resume on another day"
             )
         return lines
-
-
-def _has_empty_answer(conversation: Conversation) -> bool:
-    answers = filter(is_learned, conversation.turns[conversation.num_prompt :])
-    return not all(turn["content"].strip() or turn.get("tool_calls") for turn in answers)
 
 
 def _describe_end(chat: Chat, sets: Iterable[Sequence[Sample]]) -> str:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,27 +74,20 @@ class Conversation(NamedTuple):
 
 
 def read_chat_rows(
-    data: str, eval_data: str | None, is_known: Callable[[Any], Any]
+    data: str, eval_data: str | None
 ) -> tuple[list[tuple[str, Any]], int, dict[str, str]]:
     """Return the rows of --data, how many at their end are to be evaluated, and lines of the plan.
 
     Evaluated are the rows of --eval-data, or those of a test split; 0 if there is neither. Each row
     comes with its place. data: a file of JSON lines, JSON or Parquet, a folder of them or one that
-    `datasets` can load, or a Hub id. is_known: whether a row has what is to be learned; of a split
-    the first row is asked.
+    `datasets` can load, or a Hub id.
     """
     parts = _find_parts(data, f"--data {data}")
     found = splits.find_splits([*parts])
-    read: dict[str, list[tuple[str, Any]]] = {}
-
-    def is_labelled(split: str) -> bool:
-        read[split] = [row for name in found[split] for row in parts[name]]
-        return bool(read[split]) and bool(is_known(read[split][0][1]))
-
     names = {split: shorten(names) for split, names in found.items()}
-    split, unread = splits.choose_evaluated(names, is_labelled, bool(eval_data))
-    given = read[split] if split else []
-    name = names.get(split, "")
+    split, unread = splits.choose_evaluated(names, lambda _: True, bool(eval_data))
+    given = [row for part in found[split] for row in parts[part]] if split else []
+    name = names[split] if split else ""
     if eval_data:
         own = _find_parts(eval_data, f"--eval-data {eval_data}")
         sides = splits.find_splits([*own])

@@ -19,6 +19,7 @@ from trainkit.language.conversations import (
     find_limit,
     first_day,
     hold_out_tenth,
+    name_prompt,
     read_tokenizer,
 )
 from trainkit.language.formats import (
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from trainkit.language.pretrained import LanguageConfig
 
 NUM_AT_ONCE = 8  # pairs of a batch
-MAX_QUESTION = 50  # letters of a prompt that are printed
 
 
 class Pair(NamedTuple):
@@ -94,9 +94,7 @@ def make_pairs(config: "LanguageConfig", tokenizer: Any, limit: int | None = Non
     size, limit_name = find_limit(config.max_tokens, limit)
     chat = Chat(tokenizer, first_day(config))
     notes = Notes()
-    read, num_given, read_plan = read_chat_rows(
-        config.data, config.eval_data, lambda row: {"chosen", "rejected"} <= {*row}
-    )
+    read, num_given, read_plan = read_chat_rows(config.data, config.eval_data)
     rows = []
     for where, row in read:
         with naming_row(where, "chosen and rejected, as lists of turns, or as texts and a prompt"):
@@ -145,14 +143,14 @@ def _encode_pair(
     with as_usage_error(f"{where} cannot be tokenized"):
         encoded = [chat.encode(conversation, size) for conversation in both]
         samples = [_only_sample(one) for one in encoded]
-    notes.add_row(chat, both, encoded)
-    notes.add("truncated", any(len(tokens) > size for tokens, _ in samples))
+    notes.add(chat, both, encoded)
+    notes.counts["truncated"] += any(len(tokens) > size for tokens, _ in samples)
     pair = Pair(*(Sample(tokens[:size], learned[:size]) for tokens, learned in samples))
     if not pair.chosen.learned.any() or not pair.rejected.learned.any():
-        notes.add("lost answer", True)
+        notes.counts["lost answer"] += 1
         return None
     if torch.equal(pair.chosen.tokens, pair.rejected.tokens):
-        notes.add("equal", True)
+        notes.counts["equal"] += 1
         return None
     return pair
 
@@ -193,12 +191,10 @@ def collate_pairs(pairs: list[Pair]) -> PairBatch:
 
 def sample_prompts(pairs: Pairs, most: int = 2) -> dict[str, list[int]]:
     """Return the tokens before the answer of a few evaluated pairs, by what to call them."""
-    found = {}
+    found: dict[str, list[int]] = {}
     for pair in pairs.eval_set[:most]:
         first = int(pair.chosen.learned.nonzero()[0])
-        tokens = pair.chosen.tokens[:first].tolist()
-        text = " ".join(pairs.tokenizer.decode(tokens, skip_special_tokens=True).split())
-        found[f"answer to {text[-MAX_QUESTION:]!r}"] = tokens
+        found |= name_prompt(pairs.tokenizer, pair.chosen.tokens[:first].tolist())
     return found
 
 
@@ -231,8 +227,8 @@ def warn_of_unlikely(metrics: dict[str, float], beta: float, pairs: Sequence[Pai
 
 
 def _only_sample(encoded: Encoded) -> Sample:
-    if encoded.lost:
-        raise ValueError(f"the chat template leaves out or changes {encoded.lost[:30]!r}")
+    if lost := encoded.notes.get("lost"):
+        raise ValueError(f"the chat template leaves out or changes {lost!r}")
     if len(encoded.samples) > 1:
         raise ValueError("the chat template changes its earlier answers: compare one at a time")
     nothing = torch.zeros(0, dtype=torch.int64)

@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,32 +32,23 @@ class Sample(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The samples of a conversation, and what the plan says about them.
+    """The samples of a conversation, the tokens that ask for its first answer, and notes.
 
     There is one sample, or one for each answer if the template changes earlier turns when others
-    follow them, as some do with the text between <think> and </think>.
-
-    Attributes:
-        ask: the tokens by which the model is asked for the first answer.
-        lost: the first part of the conversation that the template leaves out or changes, or "".
-        untrained: what the template ends a prompt with when it asks for an answer, and does not
-            write before the answer of a conversation: the model is prompted with text it never saw.
-        inside: the first special token that stands in one of its texts, where it is text, or "".
+    follow them, as some do with the text between <think> and </think>. The notes are of kinds that
+    NOTES of conversations.py has, each with an example; "" is none.
     """
 
     samples: list[Sample]
     ask: Sequence[int] = ()
-    lost: str = ""
-    untrained: str = ""
-    inside: str = ""
+    notes: Mapping[str, str] = MappingProxyType({})
 
 
 class _Answer(NamedTuple):
     tokens: list[int]  # of the conversation up to its end
     span: tuple[int, int]  # which of them are the answer
     ask: list[int]
-    lost: str
-    untrained: str
+    notes: dict[str, str]
 
 
 class Chat:
@@ -177,7 +169,8 @@ class Chat:
         texts = (turn[name] for turn in hidden for name in TEXTS if name in turn)
         found = next(filter(None, map(PLACEHOLDERS.search, texts)), None)
         inside = [*self.placeholders][ord(found[0][0]) - PLACEHOLDER] if found else ""
-        return self._encode_turns(conversation._replace(turns=hidden), size)._replace(inside=inside)
+        encoded = self._encode_turns(conversation._replace(turns=hidden), size)
+        return encoded._replace(notes={**encoded.notes, "inside": inside})
 
     def _prepare(self, turn: Turn) -> Turn:
         """Return a turn whose special tokens are hidden, without the one that will end it."""
@@ -207,9 +200,8 @@ class Chat:
             samples = [_sample(whole, spans)]
         else:
             samples = [_sample(answer.tokens, [answer.span]) for answer in answers]
-        lost = next((answer.lost for answer in answers if answer.lost), "")
-        untrained = next((answer.untrained for answer in answers if answer.untrained), "")
-        return Encoded(samples, answers[0].ask, lost, untrained)
+        notes = [note for answer in reversed(answers) for note in answer.notes.items() if note[1]]
+        return Encoded(samples, answers[0].ask, dict(notes))
 
     def _encode_turn(self, conversation: Conversation, number: int) -> _Answer:
         turns = conversation.turns
@@ -245,8 +237,12 @@ class Chat:
         parts += [turn["content"], turn.get("reasoning_content", ""), *tool_names]
         lost = _missing(text, *parts) or _missing(text[len(same) :], *call_names)
         span = (num_equal(asked, tokens), len(tokens))
-        untrained = ask[len(same) :].strip() and ask[len(same) :]
-        return _Answer(tokens, span, asked, lost, untrained)
+        notes = {
+            "empty": "" if turn["content"].strip() or turn.get("tool_calls") else "an answer",
+            "lost": lost[:30],
+            "unwritten": ask[len(same) :].strip() and ask[len(same) :][-30:],
+        }
+        return _Answer(tokens, span, asked, notes)
 
 
 def _fix_date(day: date) -> str:
