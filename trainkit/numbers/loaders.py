@@ -317,12 +317,6 @@ def make_loaders(
     """
     if weights is not None:
         order = weighted(weights, len(train_set), config.seed)
-    if hasattr(getattr(train_set, "dataset", None), "set_epoch"):  # of a Subset
-        raise UsageError(
-            f"the training set is a {type(train_set).__name__} of a set with set_epoch, which is "
-            "called of the training set alone: give that one the method, and let it pass the epoch "
-            "on"
-        )
     train_batches = EpochBatches(
         len(train_set),
         config.batch_size,
@@ -351,6 +345,12 @@ def make_loader(
     tells_epoch: bool,
 ) -> DataLoader:
     """Make a loader of these batches. tells_epoch: see WholeBatches."""
+    if tells_epoch and hasattr(getattr(dataset, "dataset", None), "set_epoch"):  # of a Subset
+        raise UsageError(
+            f"the training set is a {type(dataset).__name__} of a set with set_epoch, which is "
+            "called of the training set alone: give that one the method, and let it pass the epoch "
+            "on"
+        )
     batches.is_read_by_run = False  # until Run reads it
     dataset = on_device(accelerator, dataset, batches, config, collate_fn)
     whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, tells_epoch)

@@ -111,12 +111,11 @@ def make_scheduler(
     def factor(step: int) -> float:
         epoch = step / steps_per_epoch
         value = config.gamma**epoch if "exponential" in config.schedule else 1.0
-        warmup = min(1.0, (step + 1) / max(1, warmup_steps))
         if "cosine" in config.schedule:
             value *= (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
         if num_falling > 0:
             value *= min(1.0, max(0, total_steps - step) / num_falling)
-        return warmup * (floor + (1 - floor) * value)
+        return min(1.0, (step + 1) / max(1, warmup_steps)) * (floor + (1 - floor) * value)
 
     schedule: lr_scheduler.LRScheduler
     if config.schedule == "onecycle":
@@ -125,8 +124,7 @@ def make_scheduler(
             max_lr=[group["lr"] for group in optimizer.param_groups],
             total_steps=total_steps,
             pct_start=config.warmup + 1e-9,  # torch divides by warmup * total_steps - 1
-            # Momentum stays constant: cycling it too would be a separate choice.
-            cycle_momentum=False,
+            cycle_momentum=False,  # that would be a separate choice
             # The rate starts at 1/25 of the peak, and ends at that divided by this factor.
             final_div_factor=1 / (25 * floor) if floor else 1e4,
         )

@@ -18,7 +18,7 @@ from torch import nn
 
 from trainkit.config import TrainingConfig
 from trainkit.launch.environment import num_copies
-from trainkit.numbers.optim import num_parameters
+from trainkit.numbers.optim import num_parameters, weights_of
 from trainkit.repairs.private_names import prepared_schedulers
 from trainkit.store.rehearsals import mark_of_rehearsal
 from trainkit.text import count
@@ -91,8 +91,7 @@ def names_of_untrained(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[str]:
     """The weights that require a gradient and are in no optimizer, so that nothing trains them."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    trained = {weight for group in groups for weight in group["params"]}
+    trained = {*weights_of(*optimizers)}
     pairs = (pair for model in models for pair in model.named_parameters())
     return [name for name, weight in pairs if weight.requires_grad and weight not in trained]
 
@@ -103,18 +102,11 @@ def checkpoint_bytes(optimizers: Sequence[torch.optim.Optimizer], ema: float | N
     Optimizers of other packages may hold more, and buffers are not counted.
     """
     total = 0
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            num_bytes = sum(weight.numel() * weight.itemsize for weight in group["params"])
-            total += num_bytes * (1 + num_moments(group) + bool(ema))
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        num_moments = 2 if "betas" in group else 1 if group.get("momentum") else 0
+        num_bytes = sum(weight.nbytes for weight in group["params"])
+        total += num_bytes * (1 + num_moments + bool(ema))
     return total
-
-
-def num_moments(group: dict[str, Any]) -> int:
-    """How many numbers torch's AdamW, Adam and SGD keep for each weight of a parameter group."""
-    if "betas" in group:
-        return 2
-    return 1 if group.get("momentum") else 0
 
 
 def describe_model(accelerator: Accelerator, model: nn.Module) -> str:
