@@ -1,0 +1,105 @@
+"""What the variables of a script hold: numbers, tensors, generators and all that has a state."""
+
+import inspect
+import random
+import sys
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainkit.checkpoints.content import hash_tensor
+from trainkit.config import TrainingConfig
+from trainkit.hashes import digest
+
+NUM_PARTS = 50  # of the first and of the last entries of a list are compared
+
+
+def held(script: Path, run_state: dict[str, Any], only_numbers: bool) -> dict[str, dict[str, Any]]:
+    """What the variables of the script hold now, by name: their kind, and their parts by place.
+
+    They are those of the functions of its folder that are being called and of its modules there,
+    with the attributes of objects of its own classes. A sharded run may have only numbers.
+    """
+    found: dict[str, Any] = {"run.state": run_state}
+    frame = inspect.currentframe()
+    while frame:
+        if is_own(frame.f_globals, script):
+            for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
+                found.setdefault(name, value)
+        frame = frame.f_back
+    for module in [*sys.modules.values()]:
+        if is_own(names := getattr(module, "__dict__", {}), script):
+            for name, value in [*names.items()]:
+                is_main = names["__name__"] == "__main__"
+                found.setdefault(name if is_main else f"{names['__name__']}.{name}", value)
+    noted = {}
+    for name, value in found.items():
+        kind = home_kind(value)
+        parts: dict[str, Any] = {}
+        if not name.startswith("__") and not (only_numbers and kind != "number"):
+            note("", value, parts, script)
+        if parts:
+            noted[name] = {"kind": kind, "parts": parts}
+    return noted
+
+
+def is_own(names: dict[str, Any], script: Path) -> bool:
+    """Are these the names of a module of the script's folder, and not of the kit?"""
+    path, is_kit = names.get("__file__"), str(names.get("__name__")).startswith("trainkit")
+    return path is not None and not is_kit and Path(path).resolve().parent == script.parent
+
+
+def has_state(value: Any) -> bool:
+    """Has it a state_dict, as modules, optimizers and schedules have?"""
+    is_class = isinstance(value, type)
+    return not is_class and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def home_kind(value: Any) -> str:
+    """What is the right home for it: see HOMES of causes.py."""
+    parts = [*value.values()] if isinstance(value, dict) else value
+    if isinstance(parts, list | tuple | deque) and len(parts):
+        return home_kind(parts[0])
+    if isinstance(value, np.random.Generator | random.Random | torch.Generator):
+        return "generator"
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return "tensor"
+    return "state" if has_state(value) else "number"
+
+
+def note(
+    place: str, value: Any, parts: dict[str, Any], script: Path, is_part: bool = False
+) -> None:
+    """Write what a value holds into `parts`: numbers and texts themselves, of others a hash."""
+    if value is None or isinstance(value, bool | int | float | str):
+        parts[place] = value if value == value else "nan"
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        with suppress(Exception):  # of a kind that has no bytes
+            parts[place] = hash_tensor(torch.as_tensor(value))[:8]
+    elif isinstance(value, np.random.Generator):
+        parts[place] = digest(repr(value.bit_generator.state))
+    elif isinstance(value, random.Random):
+        parts[place] = digest(repr(value.getstate()))
+    elif isinstance(value, torch.Generator):
+        parts[place] = digest(value.get_state().numpy())
+    elif isinstance(value, dict):
+        for key, part in [*value.items()]:
+            note(f"{place}[{key!r}]", part, parts, script, is_part)
+    elif isinstance(value, list | tuple | deque):
+        parts[f"{place} has"] = len(value)
+        entries = [*enumerate(value)]
+        for number, part in entries[:NUM_PARTS] + entries[NUM_PARTS:][-NUM_PARTS:]:
+            note(f"{place}[{number}]", part, parts, script, is_part)
+    elif has_state(value):
+        with suppress(Exception):  # of an object that is not ready; it is not compared
+            note(place, value.state_dict(), parts, script, is_part=True)
+    elif not is_part and not isinstance(value, TrainingConfig):
+        made_by = vars(sys.modules.get(type(value).__module__, sys))
+        if isinstance(value, FunctionType) or is_own(made_by, script):
+            for name, part in [*getattr(value, "__dict__", {}).items()]:
+                note(f"{place}.{name}", part, parts, script, is_part=True)

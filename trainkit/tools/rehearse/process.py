@@ -1,0 +1,94 @@
+"""Be one process of a rehearsal: run the script as it stands, shortened, in a folder of its own."""
+
+import faulthandler
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import types
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainkit import startup
+
+import torch
+
+from trainkit.tools.rehearse import watching
+from trainkit.tools.rehearse.worlds import World
+
+
+@dataclass
+class Role:
+    """What a process of a rehearsal has to be; it travels to the process by pickle.
+
+    Attributes:
+        script, flags: what a person types after `python`.
+        folder: of this world; each process writes its output there, and the run is in folder/run.
+        rank: of the process. Only the first one writes down what it sees.
+        settings: fields of the script's config, and their values in this world.
+        env: variables of the environment, None: not set.
+        num_epochs: at least so many.
+        stacks_at: when the stacks of this process are written down, by time.time().
+    """
+
+    world: World
+    script: str
+    flags: list[str]
+    folder: Path
+    rank: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str | None] = field(default_factory=dict)
+    num_epochs: int = 5
+    stacks_at: float = math.inf
+
+
+def be(role: Role) -> None:
+    """Run the script to its end in this process, which does nothing else and then exits."""
+    die_with_parent()
+    names = [role.folder / f"{name}-{role.rank}" for name in ("stdout", "stderr", "stacks")]
+    outputs = [os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in names]
+    for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs[:2])):
+        os.dup2(file, stream)
+    seconds = min(1e6, max(0.1, role.stacks_at - time.time()))
+    faulthandler.dump_traceback_later(seconds, file=outputs[2])
+    for name, value in role.env.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    tempfile.tempdir = os.environ["TMPDIR"] = str(role.folder)
+    sys.dont_write_bytecode = True
+    multiprocessing.set_start_method(None, force=True)  # loader workers start as in a run
+    watch = watching.Watch(role)
+    run_as_main(role.script, role.flags, watch)
+
+
+def note_card(path: Path) -> None:
+    """Make this file if torch sees a card, which a process that forks others must not ask."""
+    if torch.accelerator.is_available():
+        path.touch()
+
+
+def die_with_parent() -> None:
+    """So that nothing is left if the rehearsal itself is killed. Only Linux has it."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def run_as_main(script: str, flags: list[str], watch: watching.Watch) -> None:
+    """Do what `python SCRIPT FLAGS` does; a main(argv) that nothing has called is called."""
+    path = Path(script).resolve()
+    module = types.ModuleType("__main__")
+    module.__file__ = str(path)
+    sys.modules["__main__"] = module
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str(path.parent))
+    exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    if not watch.runs and callable(main := getattr(module, "main", None)):
+        startup.run(partial(main, flags))

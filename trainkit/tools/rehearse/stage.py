@@ -1,0 +1,188 @@
+"""Starts the processes of worlds, several worlds at once, and ends them all."""
+
+import ast
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from trainkit.tools.rehearse.outcome import Outcome, why_not
+from trainkit.tools.rehearse.worlds import SETTINGS, WITHOUT_TRACKERS, World
+
+# torch and the kit are imported in functions: while this process does so, the server, which forks
+# the processes of all worlds, imports them too.
+
+# A launch of the shell that starts the rehearsal is not that of the worlds.
+NOT_SET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GRACE_SECONDS = 3.0  # for the other processes, once one has failed
+PROCESS = "trainkit.tools.rehearse.process"
+
+
+class Stage:
+    """Runs a script with its flags, in worlds that each have a folder in this one.
+
+    Args:
+        epochs: at least so many.
+        limit: the seconds after which a world is ended.
+    """
+
+    def __init__(self, script: str, flags: list[str], folder: Path, epochs: int, limit: float):
+        self.script, self.flags, self.folder = script, flags, folder
+        self.epochs, self.limit = epochs, limit
+        self.context: Any = multiprocessing.get_context("spawn")
+        if sys.platform == "linux":
+            self.context = multiprocessing.get_context("forkserver")
+            self.context.set_forkserver_preload([PROCESS, *imports_of(script)])
+        self.card = self._look_for_card()  # so the server begins to import
+        self.pool = ThreadPoolExecutor(max(3, os.cpu_count() or 1))
+        self.is_over = False
+
+    def _look_for_card(self) -> Any:
+        """Start a process that does so: in this one, or in the server, no other could use it."""
+        from trainkit.tools.rehearse.process import note_card
+
+        looking = self.context.Process(target=note_card, args=(self.folder / "card",))
+        looking.start()
+        return looking
+
+    def has_card(self) -> bool:
+        """Whether torch sees a GPU or another accelerator."""
+        self.card.join()
+        return (self.folder / "card").exists()
+
+    def run(self, world: World, first: Outcome | None = None) -> Outcome:
+        """Run the script in this world to its end."""
+        folder = self.folder / re.sub(r"\W+", "-", world.name).strip("-")
+        folder.mkdir()
+        outcome = Outcome(world, folder)
+        limit = self.limit
+        if first:
+            limit = min(limit, 60 + 30 * first.seconds)
+            if world.resumed_after:
+                for run_dir in first.run_dirs:
+                    copy_as_killed(run_dir, folder / run_dir.name, world.resumed_after)
+        started_at = time.monotonic()
+        with meeting(world.num_processes) as joined:
+            processes = [
+                self._process(outcome, joined, rank, limit) for rank in range(world.num_processes)
+            ]
+            codes = self._wait(processes, limit)
+        outcome.seconds = time.monotonic() - started_at
+        if any(code not in (0, 3) for code in codes):  # 3: a target of the script, after few steps
+            outcome.problem, outcome.is_refusal = why_not(folder, codes, self.script, limit)
+        elif not (folder / "facts.json").exists():
+            outcome.problem = "it ended without run.finish()"
+        return outcome
+
+    def _process(self, outcome: Outcome, joined: dict[str, str], rank: int, limit: float) -> Any:
+        from trainkit.tools.rehearse.process import Role, be
+
+        world, folder = outcome.world, outcome.folder
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if joined else {}
+        role = Role(
+            world=world,
+            script=self.script,
+            flags=self.flags,
+            folder=folder,
+            rank=rank,
+            settings=SETTINGS | {"run_dir": folder / "run"} | world.settings,
+            env={**dict.fromkeys(NOT_SET), **WITHOUT_TRACKERS, **world.env, **joined, **ranks},
+            num_epochs=self.epochs,
+            stacks_at=time.time() + limit - 3,  # before it is ended
+        )
+        return self.context.Process(target=be, args=(role,))
+
+    def _wait(self, processes: list[Any], limit: float) -> list[int | None]:
+        """Start processes, and return their exit codes; None: it did not end in time."""
+        for process in processes:
+            process.start()
+        end_at = time.monotonic() + limit
+        alive = list(processes)
+        while alive and time.monotonic() < end_at and not self.is_over:
+            sentinels = [process.sentinel for process in alive]
+            multiprocessing.connection.wait(sentinels, min(1.0, end_at - time.monotonic()))
+            alive = [process for process in alive if process.is_alive()]
+            if any(process.exitcode for process in processes):
+                end_at = min(end_at, time.monotonic() + GRACE_SECONDS)
+        for process in alive:
+            kill_tree(process)
+        return [None if process in alive else process.exitcode for process in processes]
+
+    def close(self) -> None:
+        """End everything that was started."""
+        self.is_over = True
+        self.pool.shutdown(cancel_futures=True)
+
+
+def kill_tree(process: Any) -> None:
+    """End a process and its loader workers."""
+    import psutil
+
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+    process.kill()
+    process.join()
+
+
+@contextmanager
+def meeting(num_processes: int) -> Iterator[dict[str, str]]:
+    """Yield the variables by which processes find each other: as torchrun, this one has the store.
+
+    So no port has to be free until the first of them opens it.
+    """
+    if num_processes == 1:
+        yield {}
+        return
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    del store
+
+
+def imports_of(script: str) -> list[str]:
+    """The packages that a script imports: the server imports them once, for all processes.
+
+    Modules beside the script are left to each process, because they may do anything.
+    """
+    names = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "tqdm.auto"]
+    with suppress(SyntaxError, ValueError):  # the first run says so
+        for node in ast.walk(ast.parse(Path(script).read_bytes())):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.append(node.module)
+    return [name for name in dict.fromkeys(names) if is_installed(name.partition(".")[0])]
+
+
+def is_installed(package: str) -> bool:
+    """Whether it is found in a folder of installed packages, or is this one."""
+    spec = importlib.util.find_spec(package)
+    return package == "trainkit" or "site-packages" in str(getattr(spec, "origin", ""))
+
+
+def copy_as_killed(source: Path, target: Path, step: int) -> None:
+    """Copy a run folder as it was after the checkpoint of this step, with a longer log."""
+
+    def ignored(folder: str, names: list[str]) -> list[str]:
+        later = [name for name in names if name.startswith("step-") and int(name[5:]) > step]
+        at_top = [name for name in names if name == "DONE" or name.endswith(".safetensors")]
+        return later + (at_top if Path(folder) == source else [])
+
+    shutil.copytree(source, target, ignore=ignored)

@@ -1,0 +1,336 @@
+"""Shortens a run, and writes down what the files of a run do not say: see Watch."""
+
+import inspect
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit import Run
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from trainkit.checkpoints.content import hash_tensor, text_of
+from trainkit.checkpoints.save import Checkpoints
+from trainkit.hashes import digest
+from trainkit.numbers.loaders import EpochBatches, WholeBatches, batches_of
+from trainkit.numbers.orders import Length
+from trainkit.repairs.private_names import (
+    BatchNorm,
+    hooked,
+    prepared_loaders,
+    version_of,
+)
+from trainkit.run.step import Step
+from trainkit.tools.rehearse import still
+from trainkit.tools.rehearse.held import held
+from trainkit.tools.rehearse.samples import SeenSamples
+
+if TYPE_CHECKING:
+    from trainkit.tools.rehearse.process import Role
+
+STEPS_IN_EPOCH = 4  # more are cut out of the middle of an epoch, so that its last batch stays
+NUM_STEPS = 20
+NUM_LOOKED_AT = 2  # steps whose operations are looked at
+
+
+class Watch:
+    """Lets the config, the length and the calls of each run be those of the rehearsal.
+
+    Attributes:
+        runs: those that this process has begun.
+        seen: what is written down at the end; causes.py reads it.
+        draws: which global generators the loop has drawn from; generators: how they stood.
+        means, flows: of the micro-batch, what run.step_mean returned, and the gradients of a pass.
+        marks: how weights and gradients were after a backward pass that was not the last of a step.
+    """
+
+    def __init__(self, role: "Role"):
+        self.role = role
+        self.script = Path(role.script).resolve()
+        self.is_first = role.rank == 0
+        self.runs: list[Run] = []
+        self.models: list[nn.Module] = []
+        self.by_process: set[str] = set()
+        self.draws: set[str] = set()
+        self.generators: dict[str, str] = {}
+        self.seen: dict[str, Any] = {"losses": {}}
+        self.samples = SeenSamples()
+        self.untrained: dict[str, Any] = {}
+        self.in_evaluation = False
+        self.means: list[torch.Tensor] = []
+        self.flows: dict[int, float] = {}
+        self.share: dict[str, Any] = {}
+        self.marks: list[Any] = []
+        self.broadcasts = {"broadcast": Broadcasts(), "broadcast_in_evaluation": Broadcasts()}
+        self._hold_still()
+        for kind, name, replacement in (
+            (Run, "__init__", self._make_run),
+            (Run, "begin", self._begin),
+            (Run, "steps", self._steps),
+            (Run, "step_mean", self._step_mean),
+            (Run, "end_step", self._end_step),
+            (Run, "evaluate", self._evaluate),
+            (Run, "predict", self._evaluate),
+            (Run, "finish", self._finish),
+            (Accelerator, "backward", self._backward),
+            (Step, "start_micro_batch", self._start_micro_batch),
+            (Checkpoints, "save", self._save),
+            (Length, "__init__", self._make_length),
+            (EpochBatches, "__init__", self._make_batches),
+            (WholeBatches, "make", self._make_samples),
+        ):
+            around(kind, name, replacement)
+
+    def _hold_still(self) -> None:
+        dropout, names = F.dropout, self.role.world.still
+
+        def watched(
+            input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+        ) -> Any:
+            if p and training and not self.in_evaluation:
+                self.by_process.add("dropout")
+                if "dropout" in names:
+                    return input
+            return dropout(input, p, training, inplace)
+
+        F.dropout = watched
+        if "BatchNorm" in names:
+            BatchNorm.forward = still.batch_norm_of_the_start  # type: ignore[method-assign]
+
+    def _make_run(self, original: Callable, run: Run, config: Any, project: str) -> None:
+        vars(config).update(self.role.settings)
+        self.runs.append(run)
+        if len(self.runs) > 1:  # a script with several runs has them in one process
+            config.run_dir = config.run_dir.with_name(f"run-{len(self.runs)}")
+        original(run, config, project)
+
+    def _make_length(self, original: Callable, length: Any, config: Any, num: int) -> None:
+        """Several short epochs: what begins in a later one, or at an evaluation, is seen as well.
+
+        The checkpoints are in the middle of an epoch if it has more than one step, and at an end.
+        """
+        original(length, config, num)
+        self.seen["steps_in_whole_epoch"] = length.steps_per_epoch
+        length.num_used = shorter(length.num_used, config.batch_size)
+        length.steps_per_epoch = steps = math.ceil(length.num_used / config.batch_size)
+        config.epochs = max(self.role.num_epochs, math.ceil(NUM_STEPS / max(1, steps)))
+        config.save_every = 6 if steps == STEPS_IN_EPOCH else 7
+        length.last_step = config.epochs * steps
+        length.log_every = 1
+
+    def _make_batches(
+        self, original: Callable, batches: Any, num: int, size: int, **kw: Any
+    ) -> None:
+        original(batches, num, size, **kw)
+        if kw.get("seed") is not None:  # without one it is not a loader to train with
+            batches.num_used = shorter(batches.num_used, size)
+
+    def _make_samples(self, original: Callable, whole: WholeBatches, indices: Any) -> Any:
+        batch = original(whole, indices)
+        if self.role.world.is_looked_at and len(self.runs) == 1:
+            self.samples.note(whole, indices, batch)
+        return batch
+
+    def _begin(self, original: Callable, run: Run, model: Any, *args: Any, **kw: Any) -> None:
+        self.models = models = [model] if isinstance(model, nn.Module) else list(model)
+        layers = [layer for each in models for layer in each.modules()]
+        self.by_process |= still.names_by_process(layers)
+        self.buffers = buffers_of(models)
+        self.seen["hooked"] = hooked(models)
+        named = [pair for each in models for pair in each.named_parameters()]
+        self.seen["weights"] = digest(text_of([weight for _, weight in named]))
+        if "dropout" in self.role.world.still:
+            still.set_rates(layers)
+        if self.role.world.nudge:
+            still.nudge(models)
+        if self.role.world.is_looked_at:
+            self.untrained = {name: weight for name, weight in named if weight.requires_grad}
+        original(run, model, *args, **kw)
+
+    def _steps(self, original: Callable, run: Run, *args: Any, **kw: Any) -> Iterator[Any]:
+        if not (self.role.folder / "held-resumed.json").exists():
+            self._write("held-resumed", self._held())
+        return original(run, *args, **kw)
+
+    def _start_micro_batch(self, original: Callable, step: Any, loader: Any) -> None:
+        original(step, loader)
+        self.generators = generators()
+        self.means = []
+        self.share = {"factors": [], "rests": [], "size": 0.0, "is_one_number": False}
+        if self._is_looked_at():
+            self.broadcasts["broadcast"].__enter__()
+
+    def _is_looked_at(self) -> bool:
+        is_early = self.runs[0].progress.step < NUM_LOOKED_AT
+        return self.role.world.is_looked_at and len(self.runs) == 1 and is_early
+
+    def _step_mean(self, original: Callable, run: Run, values: Any, *args: Any, **kw: Any) -> Any:
+        mean = original(run, values, *args, **kw)
+        if mean.requires_grad:
+            mean.register_hook(partial(self._note_flow, len(self.means)))
+            self.means.append(mean.detach())
+            if isinstance(values, torch.Tensor) and not values.is_nested and len(values) > 1:
+                self.share["is_one_number"] |= bool((values == values.flatten()[0]).all())
+        return mean
+
+    def _note_flow(self, number: int, gradient: torch.Tensor) -> None:
+        self.flows[number] = self.flows.get(number, 0.0) + float(gradient)
+
+    def _backward(
+        self, original: Callable, accelerator: Any, loss: torch.Tensor, **kw: Any
+    ) -> None:
+        if self.marks and self.marks != self._marks():
+            self.seen["changes_early"] = True
+        self.flows = {}
+        original(accelerator, loss, **kw)
+        self.untrained = {n: w for n, w in self.untrained.items() if w.grad is None}
+        self.marks = [] if accelerator.sync_gradients else self._marks()
+        if self.flows or not self.share.get("factors"):  # else it passes a gradient on
+            times = accelerator.gradient_accumulation_steps
+            factors = {number: times * flow for number, flow in self.flows.items()}
+            terms = [factor * float(self.means[number]) for number, factor in factors.items()]
+            total = float(loss.detach().sum())
+            self.share["factors"] += factors.values()
+            self.share["rests"].append(total - sum(terms))
+            self.share["size"] = max(self.share["size"], *map(abs, (total, *terms)))
+
+    def _marks(self) -> list[Any]:
+        """What changes if a weight or its gradient does."""
+        weights = [weight for model in self.models for weight in model.parameters()]
+        gradients = [weight.grad for weight in weights]
+        return [
+            [version_of(weight) for weight in weights],
+            [None if each is None else (id(each), version_of(each)) for each in gradients],
+        ]
+
+    def _end_step(self, original: Callable, run: Run) -> bool:
+        if self._is_looked_at():
+            self.broadcasts["broadcast"].__exit__(None, None, None)
+        now = generators()
+        self.draws |= {name for name in now if now[name] != self.generators.get(name)}
+        if self.means and not self.share["rests"]:
+            self.seen["passes_backward_by"] = True
+        self.seen["losses"].setdefault(str(run.progress.step + 1), []).append(self.share)
+        if run.accelerator.sync_gradients:
+            self.marks = []
+        return original(run)
+
+    def _evaluate(self, original: Callable, run: Run, loader: Any, function: Callable) -> Any:
+        is_looked_at = self._is_looked_at()
+
+        def watched(batch: Any) -> Any:
+            before, self.in_evaluation = generators(), True
+            try:
+                return function(batch)
+            finally:
+                self.in_evaluation = False
+                if generators() != before:
+                    self.seen["draws_in_evaluation"] = True
+
+        def looked_at(batch: Any) -> Any:
+            with self.broadcasts["broadcast_in_evaluation"]:
+                return watched(batch)
+
+        return original(run, loader, looked_at if is_looked_at else watched)
+
+    def _save(self, original: Callable, checkpoints: Any, progress: Any, *args: Any) -> None:
+        original(checkpoints, progress, *args)
+        self._write(f"held-{progress.step}", self._held())
+
+    def _finish(self, original: Callable, run: Run, *args: Any, **kw: Any) -> Any:
+        if self.role.world.is_looked_at and len(self.runs) == 1:
+            pairs = [(batches_of(each), each) for each in prepared_loaders(run.accelerator)]
+            made = {b.seed is not None: each.dataset for b, each in pairs if b is not None}
+            if len(made) == 2:
+                self.seen["samples"] = self.samples.look(made[True], made[False])
+        now = buffers_of(self.models)
+        self.seen |= {name: each.place for name, each in self.broadcasts.items()} | {
+            "data": str(run.data_hashes),
+            "steps_per_epoch": run.length.steps_per_epoch,
+            "epochs": run.config.epochs,
+            "num_processes": run.accelerator.num_processes,
+            "device": run.accelerator.device.type,
+            "by_process": sorted(self.by_process),
+            "draws": sorted(self.draws),
+            "buffers": [name for name in now if now[name] != self.buffers.get(name)],
+            "untrained": [*self.untrained],
+        }
+        self._write("facts", self.seen)
+        self._write("held-end", self._held())
+        return original(run, *args, **kw)
+
+    def _held(self) -> dict[str, Any]:
+        is_split = self.role.world.num_processes > 1
+        return held(self.script, self.runs[0].progress.state, only_numbers=is_split)
+
+    def _write(self, name: str, content: Any) -> None:
+        if self.is_first and len(self.runs) == 1:  # of several runs, it is about the first
+            (self.role.folder / f"{name}.json").write_text(json.dumps(content))
+
+
+class Broadcasts(TorchFunctionMode):
+    """Looks for (n, 1) against (n,), which gives (n, n); `place` is the line of the script."""
+
+    place = ""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self.place and isinstance(result, torch.Tensor) and result.ndim == 2:
+            tensors = [each for each in args[:2] if isinstance(each, torch.Tensor)]
+            num, shapes = len(result), {tuple(tensor.shape) for tensor in tensors}
+            if num > 1 and result.shape == (num, num) and shapes == {(num, 1), (num,)}:
+                one, other = (tensor.untyped_storage().data_ptr() for tensor in tensors)
+                if one != other:  # else each sample is compared with the others on purpose
+                    self.place = line_of_script()
+        return result
+
+
+def line_of_script() -> str:
+    """The line of the script that is being executed."""
+    frame = inspect.currentframe()
+    while frame and frame.f_back and frame.f_globals.get("__name__") != "__main__":
+        frame = frame.f_back
+    return "" if not frame else f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
+
+
+def around(kind: Any, name: str, replacement: Callable) -> None:
+    """Let this be called in place of a method or function, with that as its first argument."""
+    original = getattr(kind, name)
+    setattr(kind, name, wraps(original)(lambda *a, **kw: replacement(original, *a, **kw)))
+
+
+def generators() -> dict[str, str]:
+    """Hashes of the states of the global generators."""
+    states = {
+        "numpy": repr(np.random.get_state()),
+        "random": repr(random.getstate()),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    return {name: digest(state) for name, state in states.items()}
+
+
+def buffers_of(models: list[nn.Module]) -> dict[str, str]:
+    """Hashes of the float buffers of models, without those of BatchNorm."""
+    found = {}
+    for layer_name, layer in (pair for model in models for pair in model.named_modules()):
+        for name, buffer in layer.named_buffers(recurse=False):
+            if buffer.is_floating_point() and not isinstance(layer, BatchNorm):
+                found[f"{layer_name}.{name}".lstrip(".")] = hash_tensor(buffer)
+    return found
+
+
+def shorter(num_used: int, batch_size: int) -> int:
+    """Leave out whole batches, so that an epoch has few steps and its last batch stays short."""
+    num_steps = math.ceil(num_used / batch_size)
+    return num_used - max(0, num_steps - STEPS_IN_EPOCH) * batch_size

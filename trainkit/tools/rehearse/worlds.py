@@ -1,0 +1,93 @@
+"""The worlds that a script is run in."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WITHOUT_TRACKERS = {"WANDB_MODE": "disabled"}
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "-1", "ACCELERATE_USE_CPU": "true"}
+SHARDED = {  # as in accelerate_configs/2cpu_fsdp.yaml
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+SETTINGS: dict[str, Any] = {
+    "resume": None,
+    "keep": 99,
+    "pictures": False,
+    "tracker": None,
+    "mirror": None,
+    "mirror_must": False,
+    "stop_after_steps": None,
+    "num_workers": 0,
+    "accumulate": 1,
+    "timeout": 60,
+}
+# Worlds differ by rounding, up to this part of the largest value of a column.
+FLOOR = 1e-5
+FLOOR_OF_CARD = 1e-4
+
+
+@dataclass
+class World:
+    """One way to run the script.
+
+    Attributes:
+        settings: values for fields of its config.
+        env: variables, beside those that make several processes one world.
+        is_exact: it must give the bytes of the first run.
+        resumed_after: the step of the checkpoint of the first run that it begins with; 0: none.
+        still: "dropout" and "BatchNorm": what draws or computes by process is held still.
+        nudge: change each weight by a rounding, before the first step.
+        floor: relative differences up to this are rounding.
+        is_looked_at: see what its samples and operations are like.
+    """
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=lambda: dict(ON_CPU))
+    num_processes: int = 1
+    is_exact: bool = False
+    resumed_after: int = 0
+    still: tuple[str, ...] = ()
+    nudge: bool = False
+    floor: float = FLOOR
+    is_looked_at: bool = False
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a batch is shared out over processes or micro-batches."""
+        return self.num_processes * self.settings.get("accumulate", 1) > 1
+
+
+FIRST = World("the first run", is_looked_at=True)
+AGAIN = World("the same again", is_exact=True)
+
+
+def worlds_of(folder: Path, by_process: list[str], has_card: bool) -> tuple[list[World], World]:
+    """The worlds to compare with the first run, which is in this folder, and the one held still.
+
+    What draws or computes by process gives other numbers if a batch is split otherwise, as the docs
+    say. Such worlds are compared with a first run in which that is held still, as it is in them.
+    """
+    still = tuple(by_process)
+    saved = sorted((folder / "run/checkpoints").glob("step-*"))
+    steps = [int(path.name[5:]) for path in saved][:-1]
+    resumed = [
+        World(f"resumed after step {n}", {"resume": "auto"}, is_exact=True, resumed_after=n)
+        for n in steps
+    ]
+    worlds = [
+        AGAIN,
+        *resumed,
+        World("2 loader workers", {"num_workers": 2}),
+        World("--accumulate 2", {"accumulate": 2}, still=still),
+        World("2 processes", num_processes=2, still=still),
+        World("sharded over 2", env=ON_CPU | SHARDED, num_processes=2, still=still),
+    ]
+    if has_card:
+        worlds.append(World("on the card", env={}, still=still, floor=FLOOR_OF_CARD))
+    return worlds, World("still", still=still)
