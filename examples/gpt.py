@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, shards, startup
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from examples.windows import Batch, Windows, read_tokens, standard_library
-from trainkit.checkpoints import sharded as shards
 from trainkit.config import Count, Fraction, MayChange, ReadOnlyIf, Schedule, TrainingConfig, parse
 
 CONTEXT = 128

@@ -17,7 +17,6 @@ from typing import Any
 MODULES = {
     "run.run": "Run",
     "run.compiling": "compiled_with_model",
-    "launch": "startup",
     "numbers.loaders": "InMemory make_loaders",
     "numbers.optim": "make_optimizer make_scheduler",
     "numbers.orders": "by_length",
@@ -28,14 +27,16 @@ MODULES = {
     "store.atomic": "write_durably",
     "text": "count printable shorten",
 }
+# Modules of which scripts call startup.run(main) and shards.make(accelerator, build).
+WHOLE = {"startup": "launch.startup", "shards": "checkpoints.sharded"}
 NAMES = {name: module for module, names in MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in NAMES:
+    if name not in NAMES | WHOLE:
         raise AttributeError(f"trainkit has no {name!r}")
-    if name == "startup":  # the module itself, of which scripts call run(main)
-        return import_module("trainkit.launch.startup")
+    if name in WHOLE:
+        return import_module(f"trainkit.{WHOLE[name]}")
     return getattr(import_module(f"trainkit.{NAMES[name]}"), name)
 
 
