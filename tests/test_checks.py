@@ -103,6 +103,28 @@ def test_what_differs_is_said_of_nodes_only_if_they_are_of_one_mind(
         check_same(accelerator, {"x": 1})
 
 
+UNUSED = """
+import torch
+import torch.distributed as dist
+from trainkit.errors import advise
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+model.forward = model[0].forward
+parallel = torch.nn.parallel.DistributedDataParallel(model)
+try:
+    for _ in range(2):
+        parallel(torch.ones(1, 2)).sum().backward()
+except RuntimeError as error:
+    assert "requires_grad_(False)" in advise(error)
+else:
+    raise AssertionError("nothing was raised")
+"""
+
+
+def test_weights_that_several_processes_wait_for_are_a_sentence(in_fresh_process):
+    in_fresh_process(UNUSED)
+
+
 def test_synchronised_batch_norm_on_cpus_is_one_sentence(accelerator):
     models = [nn.Sequential(nn.SyncBatchNorm(2))]
     check_batch_norm(accelerator, models)

@@ -222,7 +222,7 @@ def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(
 
 
 OF_A_LEFT_LOOP = (
-    "or `break` has left that loop, .* to end the run early, call run.stop\\(\\) before "
+    "`continue`, `break` or .* to end the run early, call run.stop\\(\\) before "
     "run.end_step\\(\\); to evaluate sooner, give --eval-every"
 )
 # Edits of the small loop that leave run.steps(...) too early, or skip what a batch needs.
@@ -253,7 +253,7 @@ def test_a_loop_that_was_left_is_told_of_break_and_of_stop(tmp_path, place):
 
 def test_a_batch_that_continue_skips_or_whose_loss_was_reduced_is_told_so(tmp_path):
     cut = r"^( +)losses\.append", r"\1continue\n\g<0>"
-    with pytest.raises(RuntimeError, match=r"`continue` must not skip; .* run.stop\(\) before"):
+    with pytest.raises(RuntimeError, match=OF_A_LEFT_LOOP):
         changed(cut)(f"--run-dir {tmp_path}")
     reduced = r"run.step_mean\(loss\)", "loss.mean()"
     with pytest.raises(RuntimeError, match=r"without accelerator.backward.* give step_mean"):

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence, Set
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -16,13 +16,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 
 from trainkit.errors import RunFailure
-from trainkit.hashes import digest
 from trainkit.numbers.means import HostCopy
 from trainkit.numbers.optim import BY_STEP, total_norm, weights_of
 from trainkit.repairs.private_names import prepared_optimizers, prepared_schedulers
 from trainkit.repairs.replaced import unwatch, watch
 
-NEXT_BATCH = "the next batch"
 # The stages of a run, and the call that comes next in each.
 NEXT = {
     "new": "`with Run(...) as run`",
@@ -39,6 +37,8 @@ NEXT = {
 }
 IN_BATCH = ("batch", "backward")
 IN_LOOP = (*IN_BATCH, "must save", "counted")
+# Calls that a loop which goes on makes out of order.
+OF_LOOP = ("run.end_step(...)", "run.save(...)", "run.step_mean(...)", "run.clip_and_check(...)")
 
 NUM_WATCHED = 3  # steps: every body of a loop has then shown what it forgets
 MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip, so 2**16 has become 2**-14
@@ -46,41 +46,27 @@ DIFFERENT = 1e-5  # relative difference of norms; equal GPUs give equal bits, ot
 REMEDY = "try a smaller --learning-rate, a longer --warmup or --clip-norm 1"
 
 
-def out_of_order(call: str, stage: str, *stages: str) -> RuntimeError:
-    """The error of a call in this stage that may be made only in those stages, if in any."""
+def out_of_order(call: str, stage: str) -> RuntimeError:
+    """The error of a call that may not be made in this stage."""
     sentence = f"{call} is out of order: what comes next is {NEXT[stage]}"
-    return RuntimeError(sentence + likely_reason(call, stage, stages))
-
-
-def likely_reason(call: str, stage: str, stages: Sequence[str]) -> str:
-    """What the loop may have done, as the end of the sentence; "" if NEXT says it all."""
-    if call == NEXT_BATCH and stage in IN_BATCH:  # the body came to its end, or to a `continue`
-        return ", which `continue` must not skip; to end the run early, run.stop() before that"
-    uses_gradients = "backward" in stages and "batch" not in stages
-    if stage == "batch" and uses_gradients:
-        return (
+    if stage == "batch" and call == "run.end_step(...)":
+        sentence += (
             "; if accelerator.backward(...) was called in this batch, its loss did not come from "
             'run.step_mean(losses), which takes the loss of each sample (reduction="none")'
         )
-    is_of_loop = any(each in IN_LOOP for each in stages)
-    if stage == "counted" or (stage in IN_LOOP and not is_of_loop):
-        return (
-            ". Either this stands in the body of run.steps(...), or `break` has left that loop, "
-            "or zip(...) with something shorter, which must go to its end: to end the run early, "
-            "call run.stop() before run.end_step(); to evaluate sooner, give --eval-every"
+    elif stage in IN_LOOP and call not in OF_LOOP:
+        sentence += (
+            ". `continue`, `break` or zip(...) with something shorter must not leave the body of "
+            "run.steps(...): to end the run early, call run.stop() before run.end_step(); to "
+            "evaluate sooner, give --eval-every"
         )
-    return ""
+    return RuntimeError(sentence)
 
 
-class Staged(Protocol):
-    """A run, which knows its stage."""
-
-    stage: str
-
-
-def need(run: Staged, call: str, *stages: str) -> None:
+def need(run: Any, call: str, *stages: str) -> None:
+    """Raise RuntimeError unless the run is in one of these stages."""
     if run.stage not in stages:
-        raise out_of_order(call, run.stage, *stages)
+        raise out_of_order(call, run.stage)
 
 
 def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Callable]:
@@ -91,7 +77,7 @@ def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Calla
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
-        def checked(run: Staged, *args: Any, **options: Any) -> Any:
+        def checked(run: Any, *args: Any, **options: Any) -> Any:
             need(run, f"run.{method.__name__}(...)", *stages)
             result = method(run, *args, **options)
             run.stage = then or run.stage
@@ -233,16 +219,7 @@ class EqualSizes:
     """
 
     def __init__(self):
-        self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
-        self.hashes: dict[int, str] = {}  # of those of earlier steps, by step, where there are any
-        self.num_steps = 0
-
-    def start_step(self) -> None:
-        """Let the sizes be others from here on: each step has means of its own."""
-        if self.sizes:
-            self.hashes[self.num_steps] = digest(repr(self.sizes))
-        self.num_steps += 1
-        self.sizes.clear()
+        self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}  # of this step
 
     def check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
         """Raise RuntimeError if earlier values had other sizes; number: of equal calls."""
@@ -255,15 +232,10 @@ class EqualSizes:
 
         A process may have none in a step, for example because it had a padding sample.
         """
-        if accelerator.num_processes > 1:
-            for hashes, sizes in gather_object([(self.hashes, self.sizes)]):
-                for (call, number), other in sizes.items():
-                    if self.sizes.get((call, number), other) != other:
-                        raise different_sizes(call)
-                if any(self.hashes.get(step, other) != other for step, other in hashes.items()):
-                    raise different_sizes("run.step_mean(...) or run.add(...)")
-        self.hashes.clear()
-        self.sizes.clear()
+        for sizes in gather_object([self.sizes]) if accelerator.num_processes > 1 else ():
+            for (call, number), other in sizes.items():
+                if self.sizes.get((call, number), other) != other:
+                    raise different_sizes(call)
 
 
 def different_sizes(call: str) -> RuntimeError:

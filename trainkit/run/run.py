@@ -43,7 +43,6 @@ from trainkit.run.ending import (
 )
 from trainkit.run.guards import (
     IN_BATCH,
-    NEXT_BATCH,
     allowed,
     need,
     out_of_order,
@@ -282,7 +281,7 @@ class Run:
                 self.step.start_micro_batch(loader)
                 self.stage = "batch"
                 yield micro_batch
-                need(self, NEXT_BATCH, "counted")
+                need(self, "the next batch", "counted")
             if before < progress.step == self.checkpoints.saved_step:  # fp16 may have skipped it
                 self.prepared.check_unchanged(progress.state)
             if length.is_over(progress) or length.must_evaluate(progress):
