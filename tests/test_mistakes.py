@@ -94,8 +94,6 @@ class Script:
         with self.accumulate():
             self.losses = self.losses_of(batch)
             self.backward(self.mean(self.losses))
-            for optimizer in self.optimizers:
-                self.clip(optimizer)
             for part in self.parts_that_step():
                 part.step()
             for optimizer in self.optimizers:
@@ -109,9 +107,6 @@ class Script:
 
     def backward(self, loss: torch.Tensor):
         self.run.accelerator.backward(loss)
-
-    def clip(self, optimizer):
-        pass
 
     def parts_that_step(self) -> list[Any]:
         return [*self.optimizers, *self.schedules]
@@ -183,16 +178,6 @@ def one_set_where_two_are_needed(script):
     script.make_sets = lambda: InMemory(torch.zeros(NUM_SAMPLES, 2))
 
 
-@told("returned a tuple of 1: let it")
-def a_tuple_of_one_set(script):
-    script.make_sets = lambda: (Numbers(),)
-
-
-@told("returned a NoneType: let it")
-def no_set_at_all(script):
-    script.make_sets = lambda: None
-
-
 @told("returned a dict: let it")
 def sets_by_name(script):
     script.make_sets = lambda: {"train": Numbers(), "test": Numbers()}
@@ -201,11 +186,6 @@ def sets_by_name(script):
 @told("there are 0 samples to train on and 1 to evaluate on")
 def no_sample_to_train_on(script):
     script.make_sets = lambda: ([], [1])
-
-
-@told("the training set is a Stream, whose samples have no index, .*numpy.memmap")
-def a_stream_to_train_on(script):
-    script.make_sets = lambda: (Stream(), Numbers())
 
 
 @told("the training set is a CountedStream, whose samples have no index")
@@ -221,11 +201,6 @@ def a_part_of_a_stream_to_evaluate_on(script):
 @told(r"the training loader that make_loaders\(...\) made")
 def steps_over_a_loader_of_torch(script):
     script.steps = lambda: script.run.steps(DataLoader(Numbers()))
-
-
-@told("give it the training loader")
-def steps_over_the_evaluation_loader(script):
-    script.steps = lambda: script.run.steps(script.loaders[1])
 
 
 @told("give it the evaluation loader")
@@ -257,11 +232,6 @@ def a_mean_of_a_single_number(script):
     script.before_the_loss = lambda batch: script.run.step_mean(torch.ones((), requires_grad=True))
 
 
-@told("step_mean.* got 7 rows for a batch of 4 .*mask=")
-def a_mean_of_too_many_rows(script):
-    script.before_the_loss = lambda batch: script.run.step_mean(torch.ones(7))
-
-
 @told(r"values of shape \(4,\), with mask= or weights= of shape \(4, 2\) .* same shape, a mask")
 def a_mask_of_another_shape(script):
     def take_a_mean(batch):
@@ -270,49 +240,9 @@ def a_mask_of_another_shape(script):
     script.before_the_loss = take_a_mean
 
 
-@told(r'values of shape \(\), with mask= .*losses with reduction="none" are not yet reduced')
-def a_mask_beside_a_single_number(script):
-    script.mean = lambda losses: script.run.step_mean(losses.mean(), mask=losses > -1)
-
-
 @told('step_mean.* got a float and no tensor: .*reduction="none"')
 def a_mean_of_an_item(script):
     script.mean = lambda losses: script.run.step_mean(losses.mean().item())
-
-
-@told(r"run.add\(loss=...\) got a float and no tensor: .* without .item\(\)")
-def an_item_to_log(script):
-    script.before_the_loss = lambda batch: script.run.add(loss=batch["y"].mean().item())
-
-
-@told("evaluate.*, for loss, got a float and no tensor")
-def an_evaluated_item(script):
-    script.judge = lambda batch: script.losses_of(batch).mean().item()
-
-
-@told(r'add.loss=.* values of shape \(\), with .*reduction="none"')
-def a_value_to_log_that_is_a_single_number_beside_weights(script):
-    def add(batch):
-        script.run.add(loss=batch["y"].mean(), weights=torch.ones_like(batch["y"]))
-
-    script.before_the_loss = add
-
-
-@told(r"evaluate.* values of shape \(\), with mask= .* of shape \(10, 1\)")
-def an_evaluated_number_beside_a_mask(script):
-    def evaluate():
-        return script.run.evaluate(
-            script.loaders[1], lambda batch: {"loss": batch["y"].mean(), "mask": batch["y"] > -1}
-        )
-
-    script.evaluate = evaluate
-
-
-@told(r'of shape \(4, 2\) .* same shape.*reduction="none" are not yet reduced')
-def a_mask_of_pixels_beside_a_loss_of_each_picture(script):
-    script.before_the_loss = lambda batch: script.run.step_mean(
-        torch.ones(4), mask=torch.ones(4, 2) > 0
-    )
 
 
 @told("float32: give it one of the two, .* weights as float without a gradient")
@@ -328,11 +258,6 @@ def a_mask_that_was_not_counted(script):
     script.mean = lambda losses: script.run.step_mean(losses, mask=losses > -1)
 
 
-@told("--accumulate 2: a mean with mask= or weights=")
-def weights_that_were_not_counted(script):
-    script.mean = lambda losses: script.run.step_mean(losses, weights=losses.detach(), over="boxes")
-
-
 @told("over=None: it goes with mask= .* which are 'boxes'")
 def a_mask_without_its_count(script):
     def take_a_mean(batch):
@@ -345,15 +270,6 @@ def a_mask_without_its_count(script):
 @told("over='boxes': it goes with mask= or weights=, .* which are none")
 def a_count_without_a_mask(script):
     script.before_the_loss = lambda batch: script.run.step_mean(torch.ones(4), over="boxes")
-
-
-@told("over='boxes': it goes with mask= or weights=")
-def a_count_that_is_known_without_a_mask(script):
-    def take_a_mean(batch):
-        script.run.step.divisors.given["boxes"] = None
-        script.run.step_mean(torch.ones(4), over="boxes")
-
-    script.before_the_loss = take_a_mean
 
 
 @told("different trailing sizes .*mask= if they are padded")
@@ -376,22 +292,9 @@ def trains_another_mean_than_that_of_the_step(script):
 # The parts of a step.
 
 
-@told(r"no gradient came to what run.step_mean\(...\) returned")
-def no_backward(script):
-    script.backward = lambda loss: None
-
-
 @told(r"with accelerator.accumulate\(model")
 def does_not_accumulate(script):
     script.accumulate = ExitStack
-
-
-@told(r"got a SGD that accelerator\.prepare did not return")
-def clips_another_optimizer(script):
-    def clip(optimizer):
-        script.run.clip_and_check(torch.optim.SGD(script.one.parameters()))
-
-    script.clip = clip
 
 
 @told(r"optimizer.zero_grad\(\) before the step drops .* after optimizer.step")
@@ -427,15 +330,6 @@ def no_step_of_the_schedules(script):
     script.parts_that_step = lambda: script.optimizers
 
 
-@told("stepped, .* after run.save.. or")
-def a_schedule_steps_after_a_save(script):
-    def save():
-        script.run.save()
-        script.schedules[0].scheduler.step()
-
-    script.save = save
-
-
 @told(r"optimizer.zero_grad\(\) before the step drops")
 def drops_gradients_before_the_step(script):
     def drop(batch):
@@ -453,14 +347,6 @@ def keeps_gradients_after_the_step(script):
 @told(r"run.add\(loss=...\) got a single number for a batch of 4 samples")
 def adds_a_mean(script):
     script.before_the_loss = lambda batch: script.run.add(loss=torch.ones(8).mean())
-
-
-@told(r"run.add\(other=...\) got .*trailing sizes")
-def adds_rows_that_were_padded(script):
-    def add(batch):
-        script.run.add(other=torch.ones(4, 1 + script.is_second_micro_batch()))
-
-    script.before_the_loss = add
 
 
 @told("mask= for 'los', but")
@@ -589,22 +475,12 @@ def does_not_prepare_the_optimizers(script):
     script.prepare_optimizer = lambda optimizer: optimizer
 
 
-@told("a learning rate schedule was not given to accelerator.prepare")
-def does_not_prepare_the_schedules(script):
-    script.prepare_schedule = lambda schedule: schedule
-
-
 # Evaluations, and the ends of epochs and runs.
 
 
 def is_last(batch: Batch) -> bool:
     """The last batch of the evaluation has 3 samples."""
     return len(batch["y"]) == 3
-
-
-@told("for loss, got a single number")
-def evaluates_to_a_mean(script):
-    script.judge = lambda batch: script.losses_of(batch).mean()
 
 
 @told("for loss, got 1 rows for a batch of 10 samples")
@@ -623,41 +499,9 @@ def predicts_another_type_for_the_last_batch(script):
     script.before_the_evaluation = predict
 
 
-@told(r"got rows of \['a'\] and rows of")
-def predicts_no_dict_for_the_last_batch(script):
-    def predict():
-        script.run.predict(
-            script.loaders[1],
-            lambda batch: batch["y"] if is_last(batch) else {"a": batch["y"]},
-        )
-
-    script.before_the_evaluation = predict
-
-
-@told("got rows of .* and rows of <class 'list'>")
-def predicts_a_list_for_the_last_batch(script):
-    def predict():
-        script.run.predict(
-            script.loaders[1],
-            lambda batch: [*batch["y"]] if is_last(batch) else batch["y"],
-        )
-
-    script.before_the_evaluation = predict
-
-
 @told("got auc: there must be a name that begins")
 def no_metric_of_an_evaluation(script):
     script.end_epoch = lambda metrics: script.run.end_epoch({"auc": 1.0})
-
-
-@told("and none of train_loss")
-def a_metric_with_a_name_that_is_taken(script):
-    script.end_epoch = lambda metrics: script.run.end_epoch(metrics | {"train_loss": 1.0})
-
-
-@told("a metric must be a num")
-def a_metric_that_is_no_number(script):
-    script.end_epoch = lambda metrics: script.run.end_epoch(metrics | {"auc": torch.ones(3)})
 
 
 @told(r"run.end_epoch\(...\) got predictions, or metadata, that")
@@ -686,14 +530,6 @@ def a_state_that_json_does_not_hold(script):
 @told("after run.save.. or run.end_epoch.*, so the checkpoint lacks the change")
 def a_schedule_steps_after_the_end_of_an_epoch(script):
     script.after_the_epoch = lambda: script.schedules[0].scheduler.step()
-
-
-@told("or run.state changed, after")
-def a_state_that_changes_after_the_end_of_an_epoch(script):
-    def remember():
-        script.run.state["x"] = 1
-
-    script.after_the_epoch = remember
 
 
 @told("the end of `with Run.* next is accelerator.prepare")

@@ -74,7 +74,8 @@ ADVICE = {
     "requires_grad_(False) on them before the optimizer is made; where only some steps use them, "
     "add 0 * sum(p.sum() for p in part.parameters()) to the loss",
     "SyncBatchNorm layers only work with GPU": "nn.SyncBatchNorm computes on GPUs alone, and these "
-    "are processes on CPUs: use GroupNorm or LayerNorm, or one process",
+    "are processes on CPUs: use GroupNorm or LayerNorm, put these layers into evaluation mode, or "
+    "use one process",
 }
 
 

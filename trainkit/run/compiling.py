@@ -1,9 +1,7 @@
 """What is compiled where the YAML compiles: the first whole step of a process, and nothing else."""
 
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -17,18 +15,6 @@ from trainkit.text import first_sentence
 
 Inputs = ParamSpec("Inputs")
 Output = TypeVar("Output")
-
-
-def keep_compiled() -> None:
-    """Keep what inductor compiles beside the decoded data, so that it outlives a cleaned /tmp.
-
-    It does nothing if the YAML does not compile, or if TORCHINDUCTOR_CACHE_DIR is set.
-    """
-    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() == "inductor":
-        import datasets  # slow to import; load_data imports it too
-
-        folder = Path(datasets.config.HF_DATASETS_CACHE, "inductor")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def compiled_with_model(function: Callable[Inputs, Output]) -> Callable[Inputs, Output]:

@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainkit.errors import UsageError
 from trainkit.numbers.loaders import EpochBatches, batches_of
 from trainkit.numbers.optim import weights_of
 from trainkit.repairs.private_names import (
@@ -50,7 +49,6 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
             "LBFGS computes the loss several times in a step, and a step of run.steps(...) is one "
             "pass over a batch: use another optimizer, or fit this model outside of Run"
         )
-    check_batch_norm(accelerator, models)
     states = (pair for model in models for pair in model.state_dict().items())
     if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
         raise RuntimeError(
@@ -69,18 +67,6 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
             "prepare every module that is trained"
         )
     check_scheduled(accelerator)
-
-
-def check_batch_norm(accelerator: Accelerator, models: Sequence[nn.Module]) -> None:
-    """Raise UsageError for nn.SyncBatchNorm on CPUs, where torch has none."""
-    layers = (layer for model in models for layer in model.modules())
-    is_synced = any(isinstance(layer, nn.SyncBatchNorm) and layer.training for layer in layers)
-    if is_synced and accelerator.num_processes > 1 and accelerator.device.type == "cpu":
-        raise UsageError(
-            "nn.SyncBatchNorm computes on GPUs alone, and these are "
-            f"{accelerator.num_processes} processes on CPUs: use GroupNorm or LayerNorm, put these "
-            "layers into evaluation mode, or use one process"
-        )
 
 
 def check_scheduled(accelerator: Accelerator) -> None:

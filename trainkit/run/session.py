@@ -23,7 +23,6 @@ from trainkit.repairs.replaced import (
     look_only_at_what_is_imported,
     share_frozen_weights,
 )
-from trainkit.run.compiling import keep_compiled
 from trainkit.run.reporter import Reporter
 from trainkit.store.log import JsonlTracker, make_trackers
 
@@ -40,7 +39,6 @@ def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator
     refuse_pickled_code()
     compute_float32_in_full()
     precision = environment.check_launch()
-    keep_compiled()
     look_for_lomo_once()
     look_only_at_what_is_imported()
     tracker = JsonlTracker(config.run_dir)
