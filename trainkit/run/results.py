@@ -100,11 +100,7 @@ class Results:
                 if self.accelerator.is_main_process:
                     write()
             finally:
-                self._wait_for_all()
-
-    def _wait_for_all(self) -> None:
-        """Wait while the main process works alone: see launch/processes.py."""
-        wait_for_all(self.accelerator, self.config.time_limit)
+                wait_for_all(self.accelerator, self.config.time_limit)
 
     def finish(
         self,
@@ -121,21 +117,18 @@ class Results:
         drawn, the message says so and the run does not fail. memory: what the last line says of it.
         """
         config = self.config
-        messages = ""
+        messages = names = ""
         self.write_weights(trained_weights)
-        names = ""
         if config.pictures and self.accelerator.is_main_process:
             try:
                 from trainkit.plots.figures import draw_run  # here: matplotlib takes long
 
-                drawn = draw_run(self.run_dir)
-                names = "".join(f", {path.name}" for path in drawn)
+                names = "".join(f", {path.name}" for path in draw_run(self.run_dir))
             except Exception as problem:  # no matplotlib, no memory, no disk
                 messages += f"the pictures were not drawn: {first_sentence(problem)}\n"
-        self._wait_for_all()
-        if config.keep_best:
-            self._abandon_other_best(progress)
-            messages += f"{self._describe_best(progress)}\n"
+        wait_for_all(self.accelerator, self.config.time_limit)
+        if config.keep_best and self.accelerator.is_main_process:
+            messages += f"{self._settle_best(progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)
         messages += (
             f"done: {count(progress.step, 'step')}, {measured}{memory}; in {self.run_dir}: "
@@ -149,44 +142,27 @@ class Results:
             if self.accelerator.is_main_process:
                 write_durably(self.run_dir / "DONE", b"")
 
-    def _describe_best(self, progress: Progress) -> str:
-        """One sentence that says which evaluation was the best and where its weights are."""
-        step = progress.best_step
-        name, _ = metric_and_direction(self.config.keep_best or "")
-        best = self._best_value(progress)
-        if best is None:
+    def _settle_best(self, progress: Progress) -> str:
+        """Say which evaluation was the best and where its weights are. Main process only.
+
+        A best.safetensors of another one is renamed: the run was resumed from an older checkpoint.
+        """
+        step, path = progress.best_step, self.run_dir / "best.safetensors"
+        name, direction = metric_and_direction(self.config.keep_best or "")
+        if progress.best is None or progress.best_name != f"{name}:{direction}":
             return f"no evaluation gave a finite {name}: nothing was kept for it"
         checkpoint = f"checkpoints/{step_name(step)}"
-        where = "no longer on disk"
-        if self._is_best_file_of(step):
-            where = "in best.safetensors"
-        elif (self.run_dir / checkpoint).exists():
-            where = f"in {checkpoint}"
-        value = show(name, best)
+        where = f"in {checkpoint}" if (self.run_dir / checkpoint).exists() else "no longer on disk"
+        if path.exists():
+            written_at = None
+            with suppress(UsageError), as_usage_error(f"{path} cannot be read"):
+                written_at = records.read_metadata(path)["step"]
+            if written_at == step:
+                where = f"in {path.name}"
+            else:
+                rename_free(path, f"abandoned-{path.name}")
+        value = show(name, progress.best)
         return f"{name} was best at step {step}, {value}: those weights are {where}"
-
-    def _best_value(self, progress: Progress) -> float | None:
-        """The best value of the metric of --keep-best; None if no evaluation gave a finite one."""
-        name, direction = metric_and_direction(self.config.keep_best or "")
-        return progress.best if progress.best_name == f"{name}:{direction}" else None
-
-    def _is_best_file_of(self, step: int) -> bool:
-        """Is there a best.safetensors that was written at this step?"""
-        path = self.run_dir / "best.safetensors"
-        with suppress(UsageError), as_usage_error(f"{path} cannot be read"):
-            return path.exists() and records.read_metadata(path)["step"] == step
-        return False
-
-    def _abandon_other_best(self, progress: Progress) -> None:
-        """Rename best.safetensors if it is not that of the best evaluation.
-
-        It belongs to another step if the run was resumed from a checkpoint older than the file.
-        """
-        path = self.run_dir / "best.safetensors"
-        if not self.accelerator.is_main_process or self._best_value(progress) is None:
-            return
-        if path.exists() and not self._is_best_file_of(progress.best_step):
-            rename_free(path, f"abandoned-{path.name}")
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
         path = self.run_dir / name
