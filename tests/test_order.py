@@ -165,11 +165,6 @@ class Moved(Quick):
         return f"moved to {device}"
 
 
-class Larger(Moved):
-    nbytes = loaders.MAX_DEVICE_BYTES + 1
-    to = Moved.to
-
-
 class Inverted(Moved):
     """A subclass, whose batches `to` would lose."""
 
@@ -177,23 +172,11 @@ class Inverted(Moved):
         return -super().make_batch(indices)
 
 
-class Staying(Moved):
-    def to(self, device):
-        return self
-
-
-class Sampled(Moved):
-    __getitem__ = Noisy.__getitem__
-
-
 # A set | loader workers, and a collate_fn | is it moved to a GPU?
 PLACES = [
     (Moved(), 1, None, True),
-    (Larger(), 1, None, False),
     (Inverted(), 0, None, False),
-    (Staying(), 0, None, False),
     (Quick(), 0, None, False),
-    (Sampled(), 0, None, False),
     (Moved(), 0, list, False),
     (InMemory(torch.arange(6)), 0, None, True),
     (InMemory(torch.arange(6)), 1, None, False),

@@ -1,8 +1,8 @@
 """What must hold for whatever numbers, texts and folders there are; hypothesis looks for others."""
 
 import math
+import shutil
 from functools import partial, reduce
-from pathlib import Path
 
 from trainkit import keyed_uniform
 
@@ -188,46 +188,23 @@ def test_a_warmup_multiplies_by_a_line_up_to_1(schedule, epochs, steps_per_epoch
     same(rates(schedule, epochs, steps_per_epoch, warmup=warmup / 100), line * plain)
 
 
-NAMES = ("trainer.json", "state/model.safetensors", "state/optimizer.bin", "state/scheduler.bin")
-
-
-def flip(file, place):
-    content = bytearray(file.read_bytes())
-    content[place // 8 % len(content)] ^= 1 << place % 8
-    file.write_bytes(content)
-
-
-def link(file, place):
-    folder = file.parent if place % 2 and file.parent.name == "state" else file
-    kept = file.parents[2] / "kept"
-    folder.rename(kept)
-    folder.symlink_to(kept)
-
-
-CHANGES = {
-    "a bit": flip,
-    "longer": lambda file, place: file.write_bytes(file.read_bytes() + bytes([place % 256])),
-    "gone": lambda file, place: file.unlink(),
-    "linked": link,
-    "a folder": lambda file, place: (file.unlink(), file.mkdir()),
-}
-
-
-def write_checkpoint(where) -> Path:
-    folder = where / "step-0000000012"
-    (folder / "state").mkdir(parents=True)
-    for number, name in enumerate(NAMES):
-        (folder / name).write_bytes(bytes(range(7 + number)))
-    write_manifest(folder, make_durable(folder, 0))
-    assert verify(folder) is None
-    return folder
-
-
 @posix_only  # links
-@FIXED
-@given(st.sampled_from(NAMES), st.sampled_from(sorted(CHANGES)), st.integers(0, 2**13))
-def test_every_single_change_of_a_checkpoint_is_found(tmp_path_factory, name, change, place):
-    folder = write_checkpoint(tmp_path_factory.mktemp("run"))
-    CHANGES[change](folder / name, place)
-    said = verify(folder)
-    assert said is not None and "\n" not in said
+def test_every_change_of_a_file_of_a_checkpoint_is_found(tmp_path):
+    changes = {
+        "a bit": lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1, *range(1, 7)])),
+        "longer": lambda file: file.write_bytes(file.read_bytes() + b"0"),
+        "gone": lambda file: file.unlink(),
+        "a link": lambda file: file.rename(tmp_path / "x") and file.symlink_to(tmp_path / "x"),
+    }
+    for name in ("trainer.json", "state/model.safetensors", "state/optimizer.bin"):
+        for change in changes.values():
+            folder = tmp_path / "step-0000000012"
+            shutil.rmtree(folder, ignore_errors=True)
+            (folder / "state").mkdir(parents=True)
+            for file in ("trainer.json", "state/model.safetensors", "state/optimizer.bin"):
+                (folder / file).write_bytes(bytes(range(7)))
+            write_manifest(folder, make_durable(folder, 0))
+            assert verify(folder) is None
+            change(folder / name)
+            said = verify(folder)
+            assert said is not None and "\n" not in said

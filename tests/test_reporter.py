@@ -84,8 +84,8 @@ child, terminal = pty.fork()
 if child == 0:
     fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     os.environ.pop("COLUMNS", None)
-    import train_mnist
-    train_mnist.main(flags)
+    import train_regression
+    train_regression.main(flags)
     sys.stdout.flush()
     os._exit(0)
 output = b""
@@ -100,15 +100,15 @@ assert os.waitpid(child, 0)[1] == 0
 
 
 @linux_only  # forks
-def test_nothing_wraps_in_80_columns(tiny_mnist, tmp_path, fork_main):
-    flags = "--batch-size 30 --epochs 2 --eval-every 4 --no-pictures --stop-after-steps 15"
-    flags = f"{flags} --dataset {tiny_mnist} --run-dir {tmp_path}/run".split()
+def test_nothing_wraps_in_80_columns(tmp_path, fork_main):
+    flags = "--batch-size 20 --num-samples 250 --epochs 2 --eval-every 4 --no-pictures"
+    flags = f"{flags} --stop-after-steps 15 --run-dir {tmp_path}/run".split()
     shown = tmp_path / "shown"
     done = fork_main(ON_A_TERMINAL, given={"flags": flags, "shown": str(shown)})
     assert done.codes == [0], done.output
     output = shown.read_text()
     lines = re.split(r"[\r\n]+", output)
-    paths = [line for line in lines if str(tmp_path) in line or str(tiny_mnist) in line]
+    paths = [line for line in lines if str(tmp_path) in line]
     assert paths and not [line for line in lines if len(line) > 80 and line not in paths]
     percents = [int(percent) for percent in re.findall(r"(\d+) %\|", output)]
     assert percents == sorted(percents) and percents[-1] > 80  # of the 15 steps

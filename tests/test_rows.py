@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import os
-import socket
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from aiohttp import web
-from conftest import linux_only, refused, run
+from conftest import linux_only, refused
 from fsspec.implementations.http import HTTPFileSystem
 from plain import quick
 from torch.utils.data import default_collate
@@ -73,7 +72,7 @@ def server(tmp_path, monkeypatch):
     return running
 
 
-@pytest.mark.parametrize("batch_size", [1, 12, 96, 2000])
+@pytest.mark.parametrize("batch_size", [1, 96, 2000])
 def test_the_order_has_each_row_once_and_is_the_same_in_parts(server, batch_size):
     order = ParquetRows(str(server.folder), "id").order(batch_size, 3)
     everything = order(1)
@@ -85,24 +84,8 @@ def test_the_order_has_each_row_once_and_is_the_same_in_parts(server, batch_size
 
 
 @pytest.fixture
-def bucket(server, s3):
-    """The same files in bucket/data; the plan drops connections."""
-    s3.store.put(f"{server.folder}/", "bucket/data/", recursive=True)
-
-    def breaking(_, request):
-        if server.plan(next(server.numbers)):
-            request["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
-
-    s3.answer = breaking
-    return s3.store
-
-
-@pytest.fixture
 def train(server, tmp_path, nursery):
-    """train(name, url, ...): a run in this folder, each step with its samples, ends with `code`.
-
-    None: with any.
-    """
+    """train(name, url, ...): a run in this folder, each step with its samples, ends with `code`."""
     words = "--epochs 2 --layers 1 --width 32 --batch-size 24 --save-every 12"
     order = ParquetRows(str(server.folder), "id").order(24, 0)
     batches = [batch.tolist() for epoch in range(2) for batch in order(epoch).split(24)]
@@ -152,42 +135,6 @@ def test_a_killed_run_goes_on_with_equal_bytes_but_not_with_other_files(server, 
         refused = train("broken", server.url, "--resume", "auto", code=2)
         assert f"/data/{path.name} is " in refused.stderr
         new.unlink(missing_ok=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["503", "drop", "slow", "gone", "other"])
-@pytest.mark.parametrize("place", range(6))
-def test_a_run_with_a_fault_ends_right_or_with_its_sentence(
-    request, server, tmp_path, fault, place
-):
-    """And then goes on; a third of them on S3, half of them in two processes."""
-    files, folder, url = fsspec.filesystem("file"), str(server.folder), server.url
-    if place % 3 == 2:
-        files, folder, url = request.getfixturevalue("bucket"), "bucket/data", "s3://bucket/data"
-    train, world = request.getfixturevalue("train"), 1 + place % 2
-    train("whole", str(server.folder), world=world)
-    file, away, other = f"{folder}/1.parquet", f"{folder}/away", tmp_path / "other"
-    write_file(other, 9000, SIZES[1])
-
-    def plan(number):
-        if fault not in ("gone", "other"):
-            return fault * (number % (3 + 4 * place) == 0)
-        if number == 40 + 8 * place:
-            files.mv(file, away)
-            if fault == "other":
-                files.put(str(other), file)
-        return ""
-
-    server.plan, server.numbers = plan, itertools.count()
-    ended = train("broken", url, "--num-workers", place % 3, world=world, code=None)
-    server.plan = lambda number: ""
-    if ended.returncode:
-        assert ended.codes == [1] * world, ended.output
-        assert "parquet cannot be read: " in ended.stderr or "has changed since" in ended.stderr
-        if files.exists(away):
-            files.mv(away, file)
-        train("broken", url, "--resume", "auto", world=world)
-    assert faults.digests(tmp_path / "broken") == faults.digests(tmp_path / "whole")
 
 
 @linux_only
@@ -242,9 +189,7 @@ def test_columns_keep_their_kind_and_the_cache_its_size(server):
         assert new.exists()  # another process may be about to map it
 
 
-@pytest.mark.parametrize(
-    "pattern", ["{0}", "{0}/../*.parquet", "memory://set.parquet", "{1}/", "{1}/*.parquet"]
-)
+@pytest.mark.parametrize("pattern", ["{0}", "memory://set.parquet", "{1}/*.parquet"])
 def test_copies_are_not_read_but_counted(server, pattern, capsys):
     folder = server.folder.rename(server.folder.with_name("set.parquet"))
     copies = ["._0.parquet", ".ipynb_checkpoints/0.parquet", "_delta_log/0.parquet"]
@@ -258,8 +203,9 @@ def test_copies_are_not_read_but_counted(server, pattern, capsys):
     assert capsys.readouterr().err.count(f": {hidden} hidden file") == 1
 
 
-@pytest.mark.parametrize("fault", ["503", "drop"])
-@pytest.mark.parametrize("name", ["data/1.parquet", "data/*.parquet", "data/"])
+@pytest.mark.parametrize(
+    "fault, name", [("503", "data/1.parquet"), ("drop", "data/*.parquet"), ("503", "data/")]
+)
 def test_the_first_requests_are_tried_again_as_all_others(server, fault, name):
     expected = NUM if name != "data/1.parquet" else SIZES[1]
     url = server.url.replace("data/*.parquet", name)
@@ -310,13 +256,6 @@ def test_tokens_that_the_model_cannot_take_are_one_sentence(tokens, sentence, fo
     flags = ["--data", rows, "--eval-data", rows, "--no-pictures"]
     ended = fork_main("examples/gpt.py", *flags, "--run-dir", tmp_path / "run")
     assert sentence in ended.error(ended.codes[0])
-
-
-def test_the_error_of_a_run_is_its_last_line(tmp_path):
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
-    data = ["--data", tmp_path / "a.parquet", "--eval-data", tmp_path / "a.parquet"]
-    ended = run("examples/gpt.py", *data, "--run-dir", tmp_path / "run", code=2)
-    assert ended.stderr.splitlines()[-1].startswith("error: "), ended.stderr
 
 
 def test_files_called_test_are_evaluated_and_not_trained_on(fork_main, tmp_path):

@@ -2,9 +2,7 @@
 
 import importlib
 import os
-import struct
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,7 +40,7 @@ def killed_and_resumed(tmp_path, tiny_mnist, run_main, monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(Run, "step_mean", mean_or_die)
             run_main("train_mnist", flags)
-        # What these two keep beside the training loop ends with the process that was killed.
+        # What it keeps beside the training loop ends with the process that was killed.
         if tracker != "tensorboard":
             importlib.import_module(tracker).finish()
         assert rows(run_dir)[-1]["step"] == 8  # logged, and then lost by the resume from step 5
@@ -67,42 +65,6 @@ def test_tensorboard_forgets_the_rows_that_a_resume_makes_again(killed_and_resum
     for name, points in expected.items():
         found = [(event.step, event.value) for event in reader.Scalars(name)]
         assert np.array(found) == pytest.approx(np.array(points), rel=1e-6), name
-
-
-def wandb_records(path: Path) -> Iterator[bytes]:
-    """The records of a .wandb file: LevelDB's log format after a header of 7 bytes."""
-    content, position, record = path.read_bytes(), 7, b""
-    while position + 7 <= len(content):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        length, kind = struct.unpack("<HB", content[position + 4 : position + 7])
-        record += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield record
-            record = b""
-
-
-def test_the_newest_offline_folder_of_wandb_holds_the_whole_curve(killed_and_resumed, monkeypatch):
-    pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
-
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    run_dir, expected = killed_and_resumed("wandb")
-    # finish() does not wait for the last bytes; the end of a process, which this stands for, does.
-    importlib.import_module("wandb").teardown()
-    found = defaultdict(list)
-    newest = max(run_dir.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime)
-    for data in wandb_records(newest):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        items = {(*x.nested_key, x.key)[0]: x.value_json for x in record.history.item}
-        for name in items:
-            if "/" in name:
-                found[name].append((int(items["_step"]), float(items[name])))
-    assert found == expected
 
 
 def test_the_newest_run_of_trackio_holds_each_row_once(tmp_path, killed_and_resumed, monkeypatch):

@@ -93,18 +93,10 @@ def whole(start, tmp_path_factory):
 # A run, the number of processes, --accumulate.
 WORLDS = [*product(RUNS, (1, 2, 3), (1, 3))]
 WORLDS = [way for way in WORLDS if way[::2] != ("two_towers", 3)]  # its loss is of whole batches
-QUICK = [("train_mnist", 2, 1), ("train_mnist", 3, 3), ("train_regression", 2, 3), ("text", 3, 3)]
-QUICK += [("any_batch", 2, 3), ("any_batch", 3, 3)]
-QUICK += [
-    ("gan", 2, 3),
-    ("two_towers", 2, 1),
-    ("pictures", 3, 3),
-    ("encoder", 2, 3),
-    ("tabm", 3, 1),
-    ("classes", 2, 3),
-]
-KILLED = [("gan", 2, 3), ("pictures", 1, 1), ("frozen", 1, 1), ("any_batch", 2, 3)]
-KILLED += [("encoder", 1, 1), ("classes", 1, 1)]
+QUICK = [("train_mnist", 2, 1), ("train_regression", 2, 3), ("text", 3, 3), ("any_batch", 3, 3)]
+QUICK += [("any_batch", 2, 3), ("gan", 2, 3), ("two_towers", 2, 1), ("pictures", 3, 3)]
+QUICK += [("tabm", 3, 1)]
+KILLED = [("gan", 2, 3), ("frozen", 1, 1), ("any_batch", 2, 3), ("classes", 1, 1)]
 
 
 @pytest.mark.numeric
@@ -162,11 +154,6 @@ def test_what_one_process_gives_otherwise_ends_all(start, tmp_path, wrong, sente
     outcome = start("any_batch", tmp_path, 2, "--accumulate", 3, env={"WRONG": wrong})
     assert outcome.codes == [1, 1] and re.search(sentence, outcome.output), outcome.output
     assert "lost contact" not in outcome.output  # each process knows it by itself
-
-
-def test_a_process_may_add_values_that_another_one_does_not_have_in_this_step(start, tmp_path):
-    outcome = start("any_batch", tmp_path, 2, "--log-every", 99, env={"WRONG": "NONE"})
-    assert outcome.codes == [0, 0], outcome.output
 
 
 @pytest.mark.usefixtures("float64_default")

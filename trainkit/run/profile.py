@@ -90,7 +90,7 @@ class Profile:
         averages = self.profiler.key_averages(group_by_input_shape=True)
         on_card = self.accelerator.device.type == "cuda"
         table = averages.table(
-            sort_by="self_cuda_time_total" if on_card else "self_cpu_time_total",
+            sort_by="self_device_time_total" if on_card else "self_cpu_time_total",
             row_limit=NUM_ROWS,
             max_name_column_width=40,
             max_shapes_column_width=50,
