@@ -426,6 +426,7 @@ def test_what_json_lacks_is_written_as_null_and_inf_and_comes_back(tmp_path):
     run = Run(tmp_path)
     run.checkpoints.fingerprint |= strictly(to_json({"clip_norm": math.inf, "x": math.nan}))
     run.progress.state = {"best": -math.inf, "worst": [math.nan], "name": "inf"}
+    run.progress.state |= {"as": {"float": "nan"}, "of": [{"float": {"float": math.inf}}]}
     run.progress.metrics = {"eval_loss": math.nan}
     run.train(1)
     run.tracker.log({"eval_loss": math.nan, "eval_top": math.inf}, step=1)

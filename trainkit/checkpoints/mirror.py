@@ -17,7 +17,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -39,13 +38,15 @@ from trainkit.store.manifest import (
     step_name,
     verify,
 )
-from trainkit.store.places import find_secret, open_store, shown, shown_url, trying
+from trainkit.store.places import Missing, find_secret, open_store, shown, shown_url, trying
 from trainkit.text import first_sentence
 
 BESIDE = ("metrics.jsonl", "predictions.safetensors", "best.safetensors")
 FILE = re.compile(rf"checkpoints/(step-\d{{10}})/(MANIFEST\.json|{FILE_NAME.pattern})")
-# A call that takes longer has failed: a store may take a file and never answer.
-SECONDS, BYTES_PER_SECOND = 60.0, 2**20
+
+
+class Damaged(Exception):
+    """What the mirror holds is not what was written."""
 
 
 class Mirror:
@@ -66,10 +67,10 @@ class Mirror:
             raise UsageError(f"--mirror {problem}")
         try:
             self.files, root = open_store(config.mirror or "")
-        except UsageError as problem:
-            raise UsageError(f"--mirror {self.url} cannot be used: {problem}") from None
-        except Exception as problem:  # its words may hold a password
-            reason = type(problem).__name__ if "$" in (config.mirror or "") else shown(str(problem))
+        except Exception as problem:
+            # The words of another error may hold a password.
+            is_secret = "$" in (config.mirror or "") and not isinstance(problem, UsageError)
+            reason = type(problem).__name__ if is_secret else shown(str(problem))
             raise UsageError(f"--mirror {self.url} cannot be used: {reason}") from None
         self.files.auto_mkdir = True  # if it is a folder
         self.root = root.rstrip("/")
@@ -78,31 +79,21 @@ class Mirror:
         self.problem = ""
         self.is_late = False
 
-    def _ask(self, name: str, num_bytes: int, call: Callable, *args: Any) -> Any:
-        limit = SECONDS + num_bytes / BYTES_PER_SECOND
-
-        def answer() -> Any:
-            job = background(call, *args)
-            if wait([job], limit).not_done:
-                raise TimeoutError(f"no answer within {limit:.0f} s")
-            return job.result()
-
-        return trying(f"{self.url}/{name}", answer)
+    def _do(self, name: str, call: Callable, *args: Any) -> Any:
+        """Return call(*args), which is tried again if it fails. Its timeouts are fsspec's."""
+        return trying(f"{self.url}/{name}", call, *args)
 
     def _put(self, name: str, path: Path) -> None:
-        size, target = path.stat().st_size, f"{self.root}/{name}"
-        if "file" in self.files.protocol:  # other stores take a file whole or not at all
-            self._ask(name, size, self.files.put_file, str(path), f"{target}.tmp")
-            self._ask(name, 0, self.files.mv, f"{target}.tmp", target)
-        else:
-            self._ask(name, size, self.files.put_file, str(path), target)
+        target = f"{self.root}/{name}"
+        if "file" not in self.files.protocol:
+            return self._do(name, self.files.put_file, str(path), target)
+        # In a folder a kill would leave a part of a file; other stores take all of it or nothing.
+        self._do(name, self.files.put_file, str(path), f"{target}.tmp")
+        self._do(name, self.files.mv, f"{target}.tmp", target)
 
     def _remove(self, name: str) -> None:
-        def remove() -> None:
-            with suppress(FileNotFoundError):
-                self.files.rm(f"{self.root}/{name}", recursive=True)
-
-        self._ask(name, 0, remove)
+        with suppress(Missing):
+            self._do(name, self.files.rm, f"{self.root}/{name}", True)
 
     def _remove_checkpoints(self, names: Iterable[str]) -> None:
         for name in sorted(names):
@@ -111,15 +102,12 @@ class Mirror:
 
     def _list(self) -> defaultdict[str, dict[str, int]]:
         """By the names of checkpoints the sizes of their files by name; "" has all other files."""
-
-        def find() -> dict[str, dict[str, Any]]:
-            self.files.invalidate_cache()
-            with suppress(FileNotFoundError):
-                return self.files.find(self.root, detail=True)
-            return {}
-
+        self.files.invalidate_cache()
+        found: dict[str, dict[str, Any]] = {}
+        with suppress(Missing):
+            found = self._do("", lambda: self.files.find(self.root, detail=True))
         listed = defaultdict[str, dict[str, int]](dict)
-        for path, info in self._ask("", 0, find).items():
+        for path, info in found.items():
             name = path.removeprefix(f"{self.root}/")
             match = FILE.fullmatch(name)
             listed[match[1] if match else ""][match[2] if match else name] = info["size"]
@@ -139,39 +127,33 @@ class Mirror:
                 "another place"
             )
 
-    def try_out(self) -> None:
-        """Write a small file and remove it. Raises UsageError if this fails.
-
-        Without it a bucket that is not there would be an empty one, up to the first checkpoint.
-        """
-        name = f".tmp-{uuid.uuid4().hex}"
-        try:
-            self._ask(name, 0, self.files.pipe_file, f"{self.root}/{name}", b"")
-            self._ask(name, 0, self.files.rm_file, f"{self.root}/{name}")
-        except LoneFailure as problem:
-            raise UsageError(f"--mirror {self.url} cannot be written: {problem}") from None
-
     def check_run(self, check: Callable[[Path], dict[str, Any]]) -> None:
-        """Raise UsageError if the newest checkpoint of the mirror is one of another run."""
+        """Raise UsageError if the newest checkpoint of the mirror is one of another run.
+
+        That run would lose it, as this one removes what it does not lead to.
+        """
         readable = [name for name, files in self.listed.items() if "trainer.json" in files]
         for name in sorted(readable)[-1:]:
-            file = f"checkpoints/{name}/trainer.json"
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "trainer.json")
                 try:
-                    self._ask(file, 0, self.files.get_file, f"{self.root}/{file}", str(path))
-                except LoneFailure as failure:
-                    if is_damage(failure):
-                        return  # fetch() says so, and an older checkpoint is taken
-                    raise
-                try:
+                    self._get(f"checkpoints/{name}/{path.name}", path)
                     json.loads(path.read_bytes())
-                except ValueError:
-                    return  # it is damaged, which verify() finds
+                except (Damaged, ValueError):
+                    return  # fetch() says so, and an older checkpoint is taken
                 try:
                     check(path.parent)
                 except UsageError as problem:
                     raise UsageError(f"--mirror {self.url}, {name}: {problem}") from None
+
+    def _get(self, name: str, path: Path) -> None:
+        """Download a file. Raises Damaged if the store finds that it is not what was written."""
+        try:
+            self._do(name, self.files.get_file, f"{self.root}/{name}", str(path))
+        except LoneFailure as failure:
+            if re.search("(?i)checksum|content-md5|digest|crc32", str(failure)):
+                raise Damaged(str(failure)) from None
+            raise  # such as no answer: an older checkpoint would be the wrong one
 
     def fetch(self, path: Path, check: Callable[[Path], dict[str, Any]]) -> str | None:
         """Download a checkpoint to `path`, and the best one before it; or say why it is not whole.
@@ -180,19 +162,14 @@ class Mirror:
         """
         folder = path.with_name(f".tmp-{path.name}")
         (folder / "state").mkdir(parents=True)
-        for file, size in self.listed[path.name].items():
-            name = f"checkpoints/{path.name}/{file}"
-            args = f"{self.root}/{name}", str(folder / file)
-            try:
-                self._ask(name, size, self.files.get_file, *args)
-            except LoneFailure as failure:
-                if not is_damage(failure):
-                    raise  # such as no answer: an older checkpoint would be the wrong one
-                remove_tree(folder)
-                return str(failure)
-        if problem := verify(folder):
+        try:
+            for file in self.listed[path.name]:
+                self._get(f"checkpoints/{path.name}/{file}", folder / file)
+            if problem := verify(folder):
+                raise Damaged(f"in {self.url} {problem}")
+        except Damaged as problem:
             remove_tree(folder)
-            return f"in {self.url} {problem}"
+            return str(problem)
         best = path.with_name(step_name(check(folder)["progress"].best_step))
         if best.name in whole_checkpoints(self.listed) and best != path and not best.exists():
             self.fetch(best, check)
@@ -304,7 +281,7 @@ class Mirror:
             if path.is_file() and name != "run.lock" and not name.startswith("checkpoints/"):
                 self._put(name, path)
         if not self.problem:
-            self._ask("DONE", 0, self.files.pipe_file, f"{self.root}/DONE", b"")
+            self._do("DONE", self.files.pipe_file, f"{self.root}/DONE", b"")
 
     def wait(self, seconds: float = math.inf) -> None:
         """Wait until all is copied, at most this long; print a line if the newest is not."""
@@ -340,7 +317,6 @@ def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | No
 
     def make() -> Mirror:
         mirror = Mirror(config)
-        mirror.try_out()
         if config.resume is None:
             mirror.open()
         return mirror
@@ -352,11 +328,6 @@ def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | No
 def whole_checkpoints(listed: dict[str, dict[str, int]]) -> set[str]:
     """The names of the checkpoints that the mirror has whole."""
     return {name for name in listed if "MANIFEST.json" in listed[name]}
-
-
-def is_damage(problem: LoneFailure) -> bool:
-    """Did the store find that what it holds is not what was written?"""
-    return re.search("(?i)checksum|content-md5|digest|crc32", str(problem)) is not None
 
 
 def _failure(call: Callable[..., object], *args: Any) -> str:

@@ -10,18 +10,8 @@ from trainkit.errors import LoneFailure, UsageError
 
 T = TypeVar("T")
 
-# What was secret in the URLs that this process has opened.
-OPENED: set[str] = set()
-# Stores whose keys are in the environment, and there alone.
-VARIABLES = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "hf": "HF_TOKEN",
-}
-VARIABLES |= {"s3a": VARIABLES["s3"], "gcs": VARIABLES["gs"], "abfs": VARIABLES["az"]}
-VARIABLES |= {"abfss": VARIABLES["az"], "adl": VARIABLES["az"]}
-CLOUD = re.compile(rf"\b({'|'.join(sorted(VARIABLES, key=len, reverse=True))})://")
+OPENED: set[str] = set()  # what was secret in the URLs that this process has opened
+CLOUD = re.compile(r"\b(s3a?|gs|gcs|az|abfss?|adl|hf)://")  # their keys are in the environment
 WAITS = (1, 2, 4)  # seconds before a call is tried again
 
 
@@ -38,16 +28,13 @@ def trying(what: str, call: Callable[..., T], *args: Any) -> T:
     while True:
         try:
             return call(*args)
-        except LoneFailure:
-            raise
         except Exception as problem:  # each store raises its own kinds: not all are OSError
             cause = problem.__cause__ or problem  # fsspec calls each failure "not found"
             missing = isinstance(cause, FileNotFoundError) or getattr(cause, "status", 0) == 404
             wait = None if missing else next(waits, None)
             if wait is None:
-                reason = f"{type(cause).__name__}: {cause}".strip().splitlines()
-                kind = Missing if missing else LoneFailure
-                raise kind(shown(f"{what}: {' '.join(reason)}")) from None
+                reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+                raise (Missing if missing else LoneFailure)(shown(f"{what}: {reason}")) from None
             time.sleep(wait)
 
 
@@ -80,19 +67,14 @@ def secrets_of(url: str) -> list[str]:
 
 def find_secret(url: str) -> str:
     """Return a sentence if a password or signature is in a URL, else nothing."""
-    secrets = secrets_of(url)
-    in_cloud = CLOUD.search(url)
-    if in_cloud and secrets:  # s3fs reads no keys of a URL, not even those of variables
-        return (
-            f"{shown_url(url)}: a key in it would be saved with the run, and is not read: remove "
-            f"all before the @, and set {VARIABLES[in_cloud[1]]}"
-        )
-    if all("$" in secret for secret in secrets):
+    secrets, in_cloud = secrets_of(url), CLOUD.search(url)
+    if not in_cloud and all("$" in secret for secret in secrets):
         return ""
-    return (
-        f"{shown_url(url)}: a password or signature in it would be saved with the run: "
-        "write $NAME in its place, and set the environment variable NAME"
-    )
+    remedy = "write $NAME in its place, and set the environment variable NAME"
+    if in_cloud:  # s3fs reads no keys of a URL, not even those of variables
+        remedy = "remove it, and set the variables of this store, such as AWS_SECRET_ACCESS_KEY"
+    said = f"{shown_url(url)}: a password or key in it would be saved with the run: {remedy}"
+    return said if secrets else ""
 
 
 def open_store(url: str) -> tuple[Any, str]:
