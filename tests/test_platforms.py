@@ -25,7 +25,9 @@ def ended(main, flags):
 
 
 if __name__ == "__main__":  # what follows is not imported in the loader workers
+    folders = os.environ["PYTHONPATH"]
     import conftest, predict, train_mnist
+    os.environ["PYTHONPATH"] = folders  # for the loader workers: conftest has changed it
     from trainkit.checkpoints.save import Checkpoints
     from trainkit.store.atomic import sync
 

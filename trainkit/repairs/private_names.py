@@ -69,12 +69,6 @@ def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
     return accelerator._schedulers
 
 
-def with_parts(schedule: Any) -> list[Any]:
-    """A schedule, and those that it is made of, as SequentialLR and ChainedScheduler are."""
-    parts = getattr(schedule, "_schedulers", ())
-    return [schedule, *(each for part in parts for each in with_parts(part))]
-
-
 def registered_things(accelerator: Accelerator) -> list[Any]:
     """What accelerator.register_for_checkpointing(...) was given."""
     return accelerator._custom_objects
@@ -104,21 +98,6 @@ def compiler_error() -> type[Exception]:
     from torch._dynamo.exc import TorchDynamoException  # imports the compiler, 1.2 s
 
     return TorchDynamoException
-
-
-def inputs_of(node: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """The inputs of a node of a graph that have a graph: each with the sizes of its tensor.
-
-    A node that does not tell its sizes has none, ().
-    """
-    found = []
-    for following, number in node.next_functions if node is not None else ():
-        if following is not None:
-            metadata = getattr(following, "_input_metadata", ())
-            sizes = tuple(metadata[number].shape) if number < len(metadata) else ()
-            is_plain = all(type(size) is int for size in sizes)  # not those of a jagged tensor
-            found.append((following, sizes if is_plain else ()))
-    return found
 
 
 def fingerprint_of(rows: Any) -> str:
@@ -172,11 +151,6 @@ def precision_of_notebook_launcher() -> str:
         if caller.frame.f_code is accelerate.notebook_launcher.__code__:
             return str(caller.frame.f_locals["mixed_precision"])
     return os.environ.get("MIXED_PRECISION", "no") if "NPROC" in os.environ else "no"
-
-
-def is_in_use(scaler: torch.amp.GradScaler) -> bool:
-    """Has it scaled a loss? It makes its scale when it does so first."""
-    return scaler.is_enabled() and scaler._scale is not None
 
 
 def version_of(tensor: torch.Tensor) -> int:

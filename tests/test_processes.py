@@ -74,7 +74,7 @@ def test_what_takes_long_is_named_by_the_script_and_by_the_function(monkeypatch)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     said = first_on_each_node(SINGLE, processes._say_where, timedelta(seconds=1))
     assert said.startswith("at work in test_what_takes_long_is_named_by_the_script_and_by_the_fun")
-    assert "(test_patience.py, line" in said
+    assert "(test_processes.py, line" in said
     assert ", in frame_of_main_thread (private_names.py, line" in said
 
 
