@@ -51,14 +51,6 @@ def test_predictions_are_those_of_the_last_evaluation(mnist_run):
     assert not torch.allclose(raw, probability)
 
 
-def test_weights_of_an_unfinished_run_are_said_to_be(mnist_run, tmp_path, capsys):
-    copy = shutil.copytree(mnist_run, tmp_path / "run")
-    (copy / "DONE").unlink()
-    Image.effect_noise((28, 28), 100).save(tmp_path / "0.png")
-    predict.main([str(copy), str(tmp_path / "0.png")])
-    assert f"{copy} has not finished" in capsys.readouterr().out
-
-
 def forge(run_dir: Path, folder: Path, **changes: object) -> Path:
     """A run folder with the weights of another one and metadata that say something else."""
     folder.mkdir()
@@ -66,14 +58,6 @@ def forge(run_dir: Path, folder: Path, **changes: object) -> Path:
     metadata = {k: v for k, v in (metadata | changes).items() if v is not None}
     write_tensors(folder / "model.safetensors", weights, metadata)
     return folder
-
-
-def test_no_file_and_a_blank_page_are_refused(mnist_run, tmp_path):
-    path = tmp_path / "blank.png"
-    Image.new("L", (50, 50), "white").save(path)
-    for files, message in (([], "name the files"), ([path], "blank.png is blank")):
-        with refused(message):
-            predict.main([str(mnist_run), *map(str, files)])
 
 
 # Files of eight bytes and what they announce; safetensors itself finds out what else is wrong.
@@ -156,8 +140,12 @@ def test_a_table_gets_its_predictions_beside_its_rows(table_run, tmp_path, capsy
     tensors, _ = saved(table_run, "predictions")
     expected = said.predicted_price[tensors["index"].tolist()].tolist()
     assert expected == pytest.approx(tensors["prediction"][:, 0].tolist(), rel=1e-5)
-    with refused(r"--as-is does not apply to .* is a table"):
-        predict.main([str(table_run), "--as-is", str(path)])
+    for words, said in (
+        (["--as-is"], r"--as-is does not apply to .* is a table"),
+        (["--csv", str(tmp_path / "a.csv")], "--csv is for pictures, and the input of this model"),
+    ):
+        with refused(said):
+            predict.main([str(table_run), *words, str(path)])
 
 
 def test_a_photo_is_answered_with_the_numbers_of_its_evaluation(tmp_path, capsys):
@@ -207,8 +195,3 @@ def test_of_a_folder_all_pictures_are_answered_and_written_as_a_table(mnist_run,
     (tmp_path / "empty").mkdir()
     with refused("empty is a folder with no picture files"):
         predict.main([str(mnist_run), str(tmp_path / "empty")])
-
-
-def test_csv_is_for_pictures(table_run, tmp_path):
-    with refused("--csv is for pictures, and the input of this model is a table"):
-        predict.main([str(table_run), "x.csv", "--csv", str(tmp_path / "answers.csv")])

@@ -7,7 +7,6 @@ import io
 import itertools
 import re
 import shlex
-import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -25,9 +24,8 @@ import predict
 from examples import table as script
 from trainkit.config import parse
 from trainkit.numbers.loaders import InMemory
-from trainkit.reading import encodings
 from trainkit.tables import Column, encode, measure_classes, measure_numbers, network
-from trainkit.tables.columns import INDEX, ask_missing, read_amount
+from trainkit.tables.columns import INDEX, read_amount
 from trainkit.tools import page
 
 
@@ -74,7 +72,6 @@ def csv(*column_and_values, **columns) -> bytes:
 CITIES = ["city=Köln", "city=Orléans", "city=Rome"]
 GARDEN = ["garden=False", "garden=True"]
 ALL = ["area", *CITIES, *GARDEN]
-NAMES = ["a=1Story", "a=2Story", "a=SLvl", "n"]
 # Name of the file, its bytes, flags, the features that are learned.
 READ = {
     "byte order mark": ("t.csv", text(encoding="utf-8-sig"), [], ALL),
@@ -87,25 +84,15 @@ READ = {
     "a comma in a name that is chosen": ("t.csv", b'"a, b",c;d,y\n' + b"1,2,3\n2,5,4\n4,6,7\n" * 5,
                                          ["--features", '"a, b",c;d'], ["a, b", "c;d"]),
     "index left out": ("t.csv", b",a,y, \n" + b"1,3,4,\n2,4,5,\n7,1,2,\n" * 9, [], ["a"]),
-    "index left out of parquet": ("t.parquet", parquet(frame().sample(frac=1, random_state=0)), [],
-                                  ALL),
-    "parquet with a named index": ("t.parquet", parquet(frame().set_index("area")), [],
-                                   [*CITIES, *GARDEN, "area"]),
     "spaces round names, of which one is self": (
         "t.csv", b" a , self , y \n" + b"1e-3,2,+3\n-.5,5,4\n4.,6,7\n" * 5, [], ["a", "self"]),
     "two targets": ("t.csv", text(), ["--target", "area,y"], [*CITIES, *GARDEN]),
-    "words with digits": ("t.csv", csv("a", ["1Story", "2Story", "SLvl"]), [], NAMES),
     "dates of parquet": ("t.parquet", parquet(frame().assign(
         day=pd.date_range("2020", periods=30))), ["--features", "day"],
         ["day", *(f"day, {w}" for w in ("weekday sin", "weekday cos", "day of the year sin",
                                         "day of the year cos"))]),
-    # float32 is two minutes apart there
-    "times in milliseconds": ("t.csv", csv("ms", [17 * 10**11 + 10**4 * i for i in range(30)]),
-                              [], ["ms", "n"]),
-    "nothing but missing cells": ("t.csv", csv("a", ["", ""]), [], ["n"]),
     "classes of passengers": ("t.csv", csv("c", ["1st", "2nd", "3rd", "3rd"]), [],
                               ["c=1st", "c=2nd", "c=3rd", "n"]),
-    "hours": ("t.csv", csv("a", ["10:30", "11:30"]), [], ["a=10:30", "a=11:30", "n"]),
     "days or months": ("t.csv", csv("a", ["01/02/2020", "03/04/2020"]), [],
                        ["a=01/02/2020", "a=03/04/2020", "n"]),
     "many words": ("t.csv", csv("a", ["1", "2", "x"]), [], ["a=1", "a=2", "a=x", "n"]),
@@ -200,7 +187,6 @@ REFUSED = {
     "classes beside a number": ("t.csv", csv("k", ["u", "v"]), ["--target", "k,y"],
                                 "'k' holds texts, and several targets must be numbers"),
     "nothing below the names": ("t.csv", b"a,b,y\n", [], "there is no row below the names"),
-    "spaces between": ("t.csv", b"a b y\n1 2 3\n", [], "one column, 'a b y', .* --separator"),
     "a name too few": ("t.csv", b"a,y\n1,2,3\n", [], "saw 3: the first line must name all"),
     "no names": ("t.csv", b"0.5,1.5,Oslo\n2,3,Bonn\n4,5,Oslo\n", [], "line must name the columns"),
     "no target": ("t.csv", b'a,b c,"d, e"\n1,2,3\n', ["--target", ""],
@@ -210,7 +196,6 @@ REFUSED = {
     "constant features": ("t.csv", b"a,y\n1,2\n1,3\n1,4\n", [],
                           r"no column can be used: a \(left out: always the same\)"),
     "another encoding": ("t.csv", text(encoding="cp1252"), [], "not in UTF-8.* --encoding cp1252"),
-    "columns of an archive": ("t.zip", b"", [], "is not a table: all files must be of one kind"),
 }  # fmt: skip
 
 
@@ -222,15 +207,6 @@ def test_a_table_that_cannot_be_meant_is_one_sentence(case, here):
         read(here / name, *flags)
     assert f"{here / name}" in str(raised.value)
     assert [path.name for path in here.iterdir()] == [name]
-
-
-def test_a_folder_of_unlike_tables_and_a_name_too_long_are_refused(here):
-    for name, table in (("a.csv", frame()), ("b.csv", frame().drop(columns="city"))):
-        FORMS["commas.csv"](table, name)
-    with refused(r"b\.csv has other columns than a\.csv"):
-        read(here)
-    with refused("cannot be read"):
-        read("n" * 5000)
 
 
 def test_means_come_from_the_training_rows_alone():
@@ -361,20 +337,6 @@ def test_numbers_beyond_the_training_rows_are_said_for_each_row(model):
     assert "row 3 (column 'day': '31/1/2020' is not a date like 2020-01-31)" in said
 
 
-def test_the_first_rows_are_shown_in_79_columns(model, here, monkeypatch):
-    (here / "new").mkdir()
-    table = frame(9).drop(columns="y").assign(note="said at length " * 9)
-    table = table.assign(**{f"a long name of a column {i}": i / 7 for i in range(40)})
-    table.to_csv("new/t.csv", index=False)
-    monkeypatch.chdir("new")
-    _, *shown = model.predict_file(Path()).splitlines()  # the folder at hand
-    written = pd.read_csv("../new_predictions.csv").predicted_y
-    for value in written[:5]:
-        assert sum(line.rstrip(" \\").endswith(f" {value:.6g}") for line in shown) == 1
-    assert f"{written[5]:.6g}" not in "".join(shown)
-    assert max(len(line) for line in shown) <= 79
-
-
 @posix_only  # links
 def test_predictions_are_safe_to_open_in_a_spreadsheet(model):
     risky = ["=1+1", "\r=1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1", "\n=1"]
@@ -407,20 +369,6 @@ def test_a_file_in_another_encoding_than_the_given_one_is_read_as_what_it_is(enc
     _, test, metadata = read("t.csv", "--encoding", "cp1252", "--eval-data", "new.csv")
     assert metadata["features"] == ALL and test.tensors[0][:, 1:4].ne(0).any(0).all()
     assert metadata["plan"].get("encoding", "") == (f"new.csv {said}" if said else "")
-
-
-def test_utf_8_is_told_from_utf_16_and_from_text_that_is_ascii_alone():
-    for content, given, expected in (
-        ("Köln".encode(), "utf-16", "Köln"),
-        (b"a,b\n1,2\n", "utf-16", "a,b\n1,2\n"),
-        ("a,\u4e2d\n".encode("utf-16-le"), "utf-16", "a,\u4e2d\n"),
-        ("a,\u65e5\n".encode("iso2022_jp"), "iso2022_jp", "a,\u65e5\n"),
-        ("\u4e2d\u6587\n".encode("gbk"), "gbk", "\u4e2d\u6587\n"),
-        ("\u4e2d\u6587\n".encode(), "gbk", "\u4e2d\u6587\n"),
-        ("a".encode("utf-32"), None, "a"),
-    ):
-        Path("t.txt").write_bytes(content)
-        assert encodings.read_text("t.txt", given)[0] == expected, (content, given)
 
 
 def test_dates_are_days_and_have_the_phases_that_vary():
@@ -586,19 +534,6 @@ def test_words_among_numbers_are_missing_values_and_counted_as_they_are_written(
     )
 
 
-@pytest.mark.parametrize(
-    "code, others, asked",
-    [
-        (-999, [n / 7 for n in range(28)], True),
-        (99, [n % 5 + 1 for n in range(28)], True),
-        (99, [*range(60, 88)], False),
-        (900, [*range(28)], False),
-    ],
-)
-def test_a_number_far_off_that_reads_as_a_code_is_asked_about(code, others, asked):
-    assert ask_missing(np.array([*others, code, code])) == ({code: 2} if asked else {})
-
-
 def test_the_flag_that_the_plan_names_empties_the_cells_of_features_and_targets():
     table = pd.DataFrame({"a": [*range(28), "-999.0", 5], "y": [*range(29), -999]})
     table = pd.concat([table] * 2)
@@ -610,20 +545,6 @@ def test_the_flag_that_the_plan_names_empties_the_cells_of_features_and_targets(
     assert metadata["feature_range"][0][0] >= 0 and "asked" not in metadata["plan"]
     Path("new.csv").write_text("a\n-999\n3\n")
     assert predicted(untrained(metadata), Path("new.csv")).predicted_y.notna().all()
-
-
-def test_thousands_of_columns_are_read_by_few_calls_of_pandas(monkeypatch):
-    made = []
-    series = pd.Series.__init__
-    monkeypatch.setattr(pd.Series, "__init__", lambda *a, **k: [made.append(1), series(*a, **k)][1])
-    random = np.random.default_rng(0).normal(size=(20, 200))
-    lacking = np.where(random > 1.5, np.nan, random.round(4))
-    for numbers in (random.round(4), lacking):
-        table = pd.DataFrame(numbers).add_prefix("c").assign(y=range(20))
-        table.to_csv("t.csv", index=False, na_rep="NA")
-        made.clear()
-        read("t.csv")
-        assert len(made) < 40 * 200
 
 
 NOT_A_LIST = {'"': "come in pairs", 'a,"b': "come in pairs", ",": "no name in ',"}
@@ -705,20 +626,6 @@ def test_texts_and_two_values_are_classes_and_numbers_are_if_it_is_said(cells, f
     rare = planned(table.assign(y=[*["x", "y"] * 79, "once", "x"]))
     assert rare["rare"] == "1 of 3 classes have fewer than 5 rows to evaluate on: once 0"
     assert "not trained" not in rare
-
-
-def test_memory_and_time_grow_with_the_rows_and_not_with_rows_times_classes():
-    labels = [f"class {n % 10000}" for n in range(20000)]
-    pd.DataFrame({"a": np.random.default_rng(0).random(20000), "y": labels}).to_csv("t.csv")
-    tracemalloc.start()
-    train, test, metadata = read("t.csv")
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 2**28  # with a 0/1 number for each class it is more than 1.6 GB
-    assert torch.cat((train.tensors[1], test.tensors[1])).bincount(minlength=10000).eq(2).all()
-    assert [metadata["classes"][n] for n in test.tensors[1]] == [
-        labels[row] for row in test.tensors[2]
-    ]
 
 
 def test_ridge_regression_has_the_penalty_with_the_smallest_leave_one_out_error():

@@ -6,7 +6,6 @@ Their numbers in several processes and after a kill: tests/test_worlds.py.
 import contextlib
 import io
 import json
-import math
 import shutil
 
 import pandas as pd
@@ -114,38 +113,12 @@ def test_a_bag_has_the_words_the_pairs_of_words_and_the_letters_of_a_text():
     assert torch.equal(*bag_of("\uff21\uff22\uff23 1", "abc 1"))  # full width
 
 
-def test_pieces_weigh_as_much_as_they_are_rare_and_few_share_a_row():
-    lines = [f"and {word}" for word, _ in LINES]
-    numbered = [bags.number_pieces(line) for line in lines]
-    num_bits = bags.find_num_bits(numbered * 6, 3)  # a table of few texts has more rows
-    made = bags.make_bags(lines, num_bits)
-    used = len({*torch.cat([torch.as_tensor(each) for each in numbered]).tolist()})
-    assert 2 * used <= 2**num_bits < 4 * used
-    assert len({*torch.cat(made).tolist()}) > 0.75 * used
-    assert 2 ** bags.find_num_bits(numbered, 2**20) * 2**20 <= bags.MAX_WEIGHTS
-    rarity = bags.weigh(made, num_bits)
-    (word,) = bags.make_bags(["and"], num_bits)
-    assert rarity[word].min() == 1  # in each text
-    assert rarity.max().item() == pytest.approx(math.log(1 + len(lines)) + 1)  # in none
-
-
 def test_nothing_that_a_configuration_names_is_fetched_or_run():
     evil = {"auto_map": {"AutoModel": "evil.Model"}, "attn_implementation": "someone/kernel"}
     assert encoders.plain({"model_type": "bert", **evil, "part": {"n": 1, **evil}}) == {
         "model_type": "bert",
         "part": {"n": 1},
     }
-
-
-@pytest.mark.parametrize("kind, most", [("roberta", 38), ("bert", 40)])
-def test_as_many_tokens_are_taken_as_the_encoder_has_positions_for(base, tmp_path, kind, most):
-    folder = shutil.copytree(base, tmp_path / "base")
-    transformers.CONFIG_MAPPING[kind](max_position_embeddings=40).save_pretrained(folder)
-    config = parse(text.Config, ["--base", str(folder), "--max-tokens", "64"])
-    tokenizer = folder / "tokenizer_config.json"
-    tokenizer.write_text(tokenizer.read_text().replace("40", "64"))
-    with refused(f"takes at most {most}"):
-        encoders.read_encoder(config)
 
 
 def test_a_token_without_a_row_in_the_embedding_is_named(base, tmp_path):
@@ -269,23 +242,3 @@ def test_balance_draws_all_classes_equally_often_and_their_mean_recall_is_logged
     assert order is None
     metrics = text.main([*flags, "--run-dir", str(tmp_path / "run")])
     assert 0.5 <= metrics["eval_balanced_accuracy"] <= 1
-
-
-def test_few_texts_are_read_more_often_and_many_in_larger_steps():
-    def fit(num: int, flags: str = "") -> tuple:
-        config = parse(text.Config, flags.split())
-        plan = texts.fit_bag(config, num)
-        return bool(plan), config.epochs, config.batch_size, config.learning_rate
-
-    assert [fit(num) for num in (160, 800, 14_999, 15_000, 58_808, 10**6)] == [
-        (True, 20, 60, 8), (False, 5, 60, 8), (False, 5, 60, 8), (True, 5, 120, 16),
-        (True, 5, 420, 56), (True, 5, 480, 64),
-    ]  # fmt: skip
-    assert fit(58_808, "--batch-size 60") == fit(58_808, "--scale-lr 60") == (False, 5, 60, 8)
-    assert fit(58_808, "--base any") == (False, 3, 32, 5e-5)
-    assert fit(100, "--epochs 3") == (False, 3, 60, 8)
-
-
-def test_few_texts_get_more_rows_of_the_table_than_many():
-    pieces = [bags.number_pieces("one and the same")]
-    assert bags.find_num_bits(pieces * 799, 3) == 3 + bags.find_num_bits(pieces * 800, 3)
