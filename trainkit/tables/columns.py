@@ -252,6 +252,11 @@ def learn_column(
             column.problem = "left out: always the same"
         elif hardly_repeats(number, len(present)):
             column.problem = f"left out: {number} different texts, such as {present[0][:40]!r}"
+            if 2 * column.num_numbers > len(present):
+                column.problem += (
+                    f", of which {column.num_numbers} cells read as numbers: do others mean a "
+                    "missing value? Then name them with --missing-values"
+                )
         return column
     if not len(present) or not np.ptp(present):
         column.problem = "left out: always the same"
