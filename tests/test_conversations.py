@@ -125,6 +125,7 @@ CALLING = {"from": "function_call", "value": json.dumps(CALL["function"])}
         (PAIR | {"system": [{"type": "text", "text": "be"}]}, "^" + KIND + ONCE),
         (chat(says("a", "developer"), *PAIR["prompt"], says("ok"), system="be"), r"a<end>" + ONCE),
         ({"conversations": [HUMAN, GPT], "system": "be"}, "^" + KIND + ONCE),
+        ({"conversations": json.dumps([HUMAN, GPT])}, "^" + ONCE),
         (
             {"conversations": [HUMAN, CALLING, {"from": "observation", "value": "5"}, GPT]},
             CALLED + r"<user>tool\n5<end><user>assistant\n[[ok<end>]]",

@@ -231,7 +231,8 @@ def read_conversation(row: dict[str, Any], prompt: str, answer: str) -> Conversa
         if prompt:
             more = ("\n\n" if row[prompt] else "") + row[inputs] if inputs else ""
             before = as_turns(row[prompt] + more if more else row[prompt], "user")
-        turns = _join_prompt(before, as_turns(row[answer], "assistant"))
+        said = row[answer] if prompt else _decode(row[answer])
+        turns = _join_prompt(before, as_turns(said, "assistant"))
     functions = _functions(tools, row[tools]) if tools else ()
     read = {prompt, answer, inputs, tools, system, "label", "chosen", "rejected"}
     unread = tuple(str(name) for name in row if row[name] not in EMPTY and name not in read)

@@ -225,10 +225,11 @@ class Chat:
             [item["function"].get("name", "") for item in items]
             for items in (tools, turn.get("tool_calls", ()))
         )
-        for arguments in (x["function"].get("arguments", {}) for x in turn.get("tool_calls", ())):
+        calls = (call for part in (*before, turn) for call in part.get("tool_calls", ()))
+        for arguments in (call["function"].get("arguments", {}) for call in calls):
             if repr(arguments) in text and repr(arguments) != json.dumps(arguments):
                 raise ValueError(
-                    f"the chat template writes the arguments of a call as Python does, "
+                    "the chat template writes the arguments of a call as Python does, "
                     f"{arguments!r:.60}: let it write them by tojson"
                 )
         # Templates may leave out what was thought earlier, and write what tools return in other
