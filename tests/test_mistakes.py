@@ -188,11 +188,6 @@ def no_sample_to_train_on(script):
     script.make_sets = lambda: ([], [1])
 
 
-@told("the training set is a CountedStream, whose samples have no index")
-def a_stream_with_a_length(script):
-    script.make_sets = lambda: (CountedStream(), Numbers())
-
-
 @told("the evaluation set is a CountedStream, whose samples have no index")
 def a_part_of_a_stream_to_evaluate_on(script):
     script.make_sets = lambda: (Numbers(), Subset(CountedStream(), range(9)))
@@ -201,16 +196,6 @@ def a_part_of_a_stream_to_evaluate_on(script):
 @told(r"the training loader that make_loaders\(...\) made")
 def steps_over_a_loader_of_torch(script):
     script.steps = lambda: script.run.steps(DataLoader(Numbers()))
-
-
-@told("give it the evaluation loader")
-def evaluates_on_the_training_loader(script):
-    script.before_the_evaluation = lambda: script.loaders.reverse()
-
-
-@told("iterated by hand, .*run.predict")
-def iterates_over_a_loader_by_hand(script):
-    script.before_the_evaluation = lambda: next(iter(script.loaders[0]))
 
 
 @told(r"a loader that make_loaders\(...\) did not make")
@@ -245,14 +230,6 @@ def a_mean_of_an_item(script):
     script.mean = lambda losses: script.run.step_mean(losses.mean().item())
 
 
-@told("float32: give it one of the two, .* weights as float without a gradient")
-def weights_with_a_gradient(script):
-    def take_a_mean(batch):
-        script.run.step_mean(torch.ones(4), weights=torch.ones(4, requires_grad=True))
-
-    script.before_the_loss = take_a_mean
-
-
 @told("--accumulate 2: .*before the first backward: .*count=function.* or use --accumulate 1")
 def a_mask_that_was_not_counted(script):
     script.mean = lambda losses: script.run.step_mean(losses, mask=losses > -1)
@@ -265,11 +242,6 @@ def a_mask_without_its_count(script):
         script.run.step_mean(torch.ones(4), torch.ones(4) > 0)
 
     script.before_the_loss = take_a_mean
-
-
-@told("over='boxes': it goes with mask= or weights=, .* which are none")
-def a_count_without_a_mask(script):
-    script.before_the_loss = lambda batch: script.run.step_mean(torch.ones(4), over="boxes")
 
 
 @told("different trailing sizes .*mask= if they are padded")
@@ -300,15 +272,6 @@ def does_not_accumulate(script):
 @told(r"optimizer.zero_grad\(\) before the step drops .* after optimizer.step")
 def no_step_of_the_optimizers(script):
     script.parts_that_step = lambda: script.schedules
-
-
-@told(r"optimizer.step\(\) was called twice in one step of the run")
-def an_optimizer_steps_twice(script):
-    script.parts_that_step = lambda: [
-        *script.optimizers,
-        script.optimizers[1],
-        *script.schedules,
-    ]
 
 
 @told(r"scheduler.step\(\) was called 2 times since the last step")
@@ -344,11 +307,6 @@ def keeps_gradients_after_the_step(script):
     script.zero_grad = lambda optimizer: None
 
 
-@told(r"run.add\(loss=...\) got a single number for a batch of 4 samples")
-def adds_a_mean(script):
-    script.before_the_loss = lambda batch: script.run.add(loss=torch.ones(8).mean())
-
-
 @told("mask= for 'los', but")
 def a_mask_for_another_name(script):
     def add(batch):
@@ -360,15 +318,6 @@ def a_mask_for_another_name(script):
 @told("--accumulate 2: this loss .*--accumulate 1")
 def compares_the_samples_of_a_micro_batch(script):
     script.before_the_loss = lambda batch: script.run.gather(torch.ones(4, 1))
-
-
-@told(r"run.gather\(...\) got 3 rows for a batch of 4 samples")
-def gathers_too_few_rows(script):
-    def gather(batch):
-        script.run.config.accumulate = 1
-        script.run.gather(torch.ones(3, 2))
-
-    script.before_the_loss = gather
 
 
 @told("the next batch .* next is .*end_step")
@@ -400,22 +349,9 @@ class Extra(nn.Linear):
         return {"scale": 1.0}
 
 
-class Expanded(nn.Linear):
-    """A layer with a buffer whose rows are one: safetensors loads nothing into it."""
-
-    def __init__(self, *sizes: int):
-        super().__init__(*sizes)
-        self.register_buffer("scale", torch.ones(2).expand(2, 2))
-
-
 @told("_extra_state of a model is not a tensor with its own")
 def a_state_that_is_no_tensor(script):
     script.make_second_model = lambda: Extra(4, 1)
-
-
-@told("scale of a model .* clone what expand returns")
-def a_buffer_whose_rows_are_one(script):
-    script.make_second_model = lambda: Expanded(4, 1)
 
 
 @told("bias was replaced, added or removed after accelerator.prepare")
@@ -458,13 +394,6 @@ def trains_a_weight_of_no_model(script):
     )
 
 
-@told("2 of the weights are in two optimizers")
-def trains_weights_twice(script):
-    script.make_optimizer = lambda model: make_optimizer(
-        script.run.accelerator, script.one.parameters(), script.config
-    )
-
-
 @told("LBFGS computes the loss several times in a step, .* use another optimizer")
 def an_optimizer_with_several_passes(script):
     script.make_optimizer = lambda model: torch.optim.LBFGS(model.parameters())
@@ -478,30 +407,9 @@ def does_not_prepare_the_optimizers(script):
 # Evaluations, and the ends of epochs and runs.
 
 
-def is_last(batch: Batch) -> bool:
-    """The last batch of the evaluation has 3 samples."""
-    return len(batch["y"]) == 3
-
-
 @told("for loss, got 1 rows for a batch of 10 samples")
 def evaluates_to_too_few_rows(script):
     script.judge = lambda batch: script.losses_of(batch)[:1]
-
-
-@told(r"got rows of \(torch.float32, 1\) and rows of \(torch.float64, 1\)")
-def predicts_another_type_for_the_last_batch(script):
-    def predict():
-        script.run.predict(
-            script.loaders[1],
-            lambda batch: batch["y"].double() if is_last(batch) else batch["y"],
-        )
-
-    script.before_the_evaluation = predict
-
-
-@told("got auc: there must be a name that begins")
-def no_metric_of_an_evaluation(script):
-    script.end_epoch = lambda metrics: script.run.end_epoch({"auc": 1.0})
 
 
 @told(r"run.end_epoch\(...\) got predictions, or metadata, that")
