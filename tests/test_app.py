@@ -230,11 +230,8 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_run)
     features, _ = encode(row, [Column(**fields) for fields in predictor.metadata["columns"]])
     expected = predictor(torch.from_numpy(features)).item()
     assert said == f"<h2>price: {expected:,.6g}</h2>"
-    for date in ("1970-01-04", "1970-01-04 00:00:00"):
-        assert page.answer_row(predictor, names, spans, "age", 200, "Rome", date)[0] == said
-    for date in ("", None, "next week", "1970-13-01"):
-        asked = page.answer_row(predictor, names, spans, "age", 200, "Rome", date)
-        assert asked == ("age: write a date such as 2020-01-31", None)
+    asked = page.answer_row(predictor, names, spans, "age", 200, "Rome", "next week")
+    assert asked == ("age: write a date such as 2020-01-31", None)
     _, dates = page.answer_row(predictor, names, spans, "age", 200, "Rome", "1970-01-04")
     assert dates.axes[0].lines[1].get_xdata()[0] == datetime(1970, 1, 4)
     line, dot = figure.axes[0].lines
@@ -243,8 +240,7 @@ def test_a_row_is_answered_in_its_own_units_with_the_curve_through_it(table_run)
 
 
 @pytest.mark.parametrize("name, shown",
-    [("weight (kg)", "2 kg"), ("price_eur", "2 eur"), ("speed [km/h]", "2 km/h"), ("length", "2"),
-     ("body_mass_g", "2 g"), ("item", "2"), ("blood_film", "2")],
+    [("weight (kg)", "2 kg"), ("speed [km/h]", "2 km/h"), ("body_mass_g", "2 g"), ("item", "2")],
 )  # fmt: skip
 def test_the_head_of_a_page_says_the_target_its_unit_and_how_far_off_it_is(name, shown):
     truth = torch.zeros(20, 1)
@@ -288,10 +284,8 @@ def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(mnis
 
 @pytest.mark.parametrize(
     "value, digits, written",
-    [(6712.34, 3, "6,712"), (1234567.0, 6, "1,234,567"), (1e14, 3, "100,000,000,000,000"),
-     (0.0123, 3, "0.0123"), (0.00001234, 3, "0.0000123"), (-6712.0, 3, "-6,712"), (0.0, 3, "0"),
-     (2.0, 3, "2"), (3.14159, 3, "3.14"), (99.99, 3, "100"), (1e20, 3, "1e+20"),
-     (1200.0, 2, "1,200"), (float("nan"), 3, "nan")],
+    [(6712.34, 3, "6,712"), (1234567.0, 6, "1,234,567"), (0.00001234, 3, "0.0000123"),
+     (0.0, 3, "0"), (99.99, 3, "100"), (1e20, 3, "1e+20"), (float("nan"), 3, "nan")],
 )  # fmt: skip
 def test_numbers_are_written_as_people_do(value, digits, written):
     assert write_number(value, digits) == written
@@ -313,28 +307,6 @@ def test_a_refused_picture_is_given_the_reason_and_the_remedy_that_fits(mnist_ru
         said, *_ = page.answer_file(predictor, str(tmp_path / name))
         assert words in said and str(tmp_path) not in said and "Error:" not in said
         assert ("Save it as" in said) == (name == "text.png")
-
-
-def test_a_shelf_says_which_classes_it_shows(monkeypatch):
-    target = torch.arange(30)
-    tensors = {"prediction": target, "target": target, "logits": torch.eye(30)}
-    tensors["image"] = torch.zeros(30, 1, 28, 28, dtype=torch.uint8)
-    run = SimpleNamespace(evaluated=tensors, metadata={"classes": [*map(str, range(30))]})
-    shelves = page.find_shelves(run)
-    assert len(shelves["test pictures: of the first 20 of 30 classes"]) == 20
-
-
-def test_what_cannot_be_drawn_leaves_the_answer(table_run, monkeypatch):
-    def fail(*_):
-        raise ValueError("<no scale>")
-
-    predictor = predict.load_run(table_run)
-    names = ["area", "city", "age"]
-    spans = {name: page.find_span(predictor.metadata, name) for name in ("area", "age")}
-    monkeypatch.setattr(answers, "draw_responses", fail)
-    said, figure = page.answer_row(predictor, names, spans, "area", 200, "Rome", 3)
-    assert said.startswith("<h2>price: ") and "ValueError: &lt;no scale&gt;" in said
-    assert figure is None
 
 
 def test_a_run_that_is_not_there_is_said_to_who_types_the_command(tmp_path):
