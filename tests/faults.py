@@ -371,7 +371,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int):
     import accelerate.utils.other
     import torch
 
-    from trainkit.checkpoints import sharded as shards
+    from trainkit.checkpoints import parts
     from trainkit.checkpoints.commit import Commits
     from trainkit.checkpoints.save import Checkpoints
     from trainkit.launch.signals import Signals
@@ -427,7 +427,7 @@ def _install(script: Any, fault: dict[str, Any], rank: int):
         builtins.open = io.open
         watch(torch, "save", lambda value, file, **kwargs: file)
         watch(accelerate.utils.other, "safe_save_file", lambda value, file, **kwargs: file)
-        watch(shards, "save_file", lambda value, file: file)
+        watch(parts, "save_file", lambda value, file: file)
 
     save, wait = Checkpoints.save, Commits.wait
 
