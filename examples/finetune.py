@@ -6,7 +6,6 @@ python examples/finetune.py --base runs/finetune/pretrained --lora 8 --run-dir r
 python examples/finetune.py --base HuggingFaceTB/SmolLM2-135M-Instruct --data pairs.parquet
 """
 
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +129,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 run.print(f"{name}: {answer(run.models[0], sets.tokenizer, tokens)}")
             run.end_epoch(run.evaluate(eval_loader, lambda batch: compute_losses(model, batch)))
         write_pretrained(run, sets.tokenizer, config.base, config.merge, config.save_float32)
-        return run.finish(f"python -m trainkit.language.ask {shlex.quote(str(config.run_dir))}")
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ A row has `prompt`, `chosen` and `rejected`, or chosen and rejected are conversa
 alike. The loss is that of Direct Preference Optimization, Rafailov et al. 2023, arXiv 2305.18290.
 """
 
-import shlex
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -142,7 +141,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 run.print(warning)
             run.end_epoch(metrics)
         write_pretrained(run, pairs.tokenizer, config.base, config.merge, config.save_float32)
-        return run.finish(f"python -m trainkit.language.ask {shlex.quote(str(config.run_dir))}")
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Make the sets that a language model is trained and evaluated on from a file of conversations."""
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import date
@@ -81,11 +82,17 @@ def load_chats(
     tokenizer, limit = read_tokenizer(config.base)
     with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
         sets = make_chat_sets(config, tokenizer, limit, system, prompts)
+    plan = sets.plan | {"next": ask_command(config)}
     if not pack:
-        return sets
+        return sets._replace(plan=plan)
     train_set, eval_set = (Packed(samples, config.max_tokens) for samples in sets[:2])
-    plan = sets.plan | {"packed": train_set.describe()}
+    plan |= {"packed": train_set.describe()}
     return sets._replace(train_set=train_set, eval_set=eval_set, plan=plan)
+
+
+def ask_command(config: "LanguageConfig") -> str:
+    """Return the command that asks the finished run."""
+    return f"python -m trainkit.language.ask {shlex.quote(str(config.run_dir))}"
 
 
 def read_tokenizer(base: str) -> tuple[Any, int | None]:

@@ -15,6 +15,7 @@ from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest
 from trainkit.language.conversations import (
     Notes,
+    ask_command,
     check_left,
     find_limit,
     first_day,
@@ -86,7 +87,8 @@ def load_pairs(config: "LanguageConfig") -> Pairs:
     """
     tokenizer, limit = read_tokenizer(config.base)
     with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
-        return make_pairs(config, tokenizer, limit)
+        pairs = make_pairs(config, tokenizer, limit)
+    return pairs._replace(plan=pairs.plan | {"next": ask_command(config)})
 
 
 def make_pairs(config: "LanguageConfig", tokenizer: Any, limit: int | None = None) -> Pairs:
