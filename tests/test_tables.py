@@ -611,6 +611,8 @@ def test_r2_of_a_target_that_does_not_vary_is_0_or_if_it_is_met_1():
         (["low", "high", "NA"], [], ["NA", "high", "low"]),
         ([True, False], [], ["False", "True"]),
         ([0, 1, 1, ""], [], ["0", "1"]),
+        ([0, 1, 1, "NA"], [], ["0", "1"]),
+        ([0, 1] * 6 + ["?"], [], ["0", "1"]),
         ([1, 2, 10, 2], ["--categorical", "y"], ["1", "2", "10"]),
         ([1, 2, 10, 2], [], None),
     ],
@@ -621,7 +623,9 @@ def test_texts_and_two_values_are_classes_and_numbers_are_if_it_is_said(cells, f
     train, test, metadata = read(table, *flags)
     assert metadata.get("classes") == classes
     assert metadata["input"] == ("table_class" if classes else "table")
-    assert len(train) + len(test) == sum(cell != "" for cell in cells) * 160 // len(cells)
+    dropped = ("", "NA", "?") if classes == ["0", "1"] else ()
+    assert len(train) + len(test) == 160 - sum(cell in dropped for cell in table.y)
+    assert train.tensors[1].min() >= 0 or classes is None
     rare = planned(table.assign(y=[*["x", "y"] * 79, "once", "x"]))
     assert rare["rare"] == "1 of 3 classes have fewer than 5 rows to evaluate on: once 0"
     assert "not trained" not in rare

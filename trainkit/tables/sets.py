@@ -239,7 +239,7 @@ def read_used_rows(config: TableConfig) -> UsedRows:
     marks = [",", "."] if whole.attrs.get("separator") == ";" else [".", ","]
     marks = [config.decimal] if config.decimal else marks
     targets = find_targets(table, config, marks)
-    lacking = np.any([pd.isna(read_cells(table[c.name], c)) for c in targets], axis=0)
+    lacking = np.any([_lacks(table[column.name], column) for column in targets], axis=0)
     if lacking.any():
         words = table.loc[lacking, target[0]].astype(object).fillna("").map(str).value_counts()
         dropped = f"{count(int(lacking.sum()), 'row')} dropped: no target"
@@ -279,6 +279,14 @@ def _is_labelled(table: pd.DataFrame, names: list[str]) -> bool:
     return bool((cells.notna() & ~cells.isin(MISSING)).all(axis=1).any())
 
 
+def _lacks(values: pd.Series, column: Column) -> np.ndarray:
+    """Return which cells hold no number, or none of the classes."""
+    cells = read_cells(values, column)
+    if column.categories is None:
+        return np.isnan(cells)
+    return ~pd.Series(cells).isin(column.categories).to_numpy()
+
+
 def find_targets(table: pd.DataFrame, config: TableConfig, marks: Sequence[str]) -> list[Column]:
     """Return how the targets are read: as numbers, or one of them as classes.
 
@@ -289,8 +297,8 @@ def find_targets(table: pd.DataFrame, config: TableConfig, marks: Sequence[str])
     columns = [find_kind(table[name], config.categorical, marks) for name in names]
     column = columns[0]
     cells = read_cells(table[column.name], column)
-    has_two = len(names) == 1 and len({*cells[~pd.isna(cells)]}) == 2 and not column.days
-    if has_two:
+    present = table[column.name][~pd.isna(cells)]
+    if len(names) == 1 and len({*cells[present.index]}) == 2 and not column.days:
         column.categories = []
     texts = [column.name for column in columns if column.categories is not None]
     if not texts:
@@ -300,8 +308,7 @@ def find_targets(table: pd.DataFrame, config: TableConfig, marks: Sequence[str])
             f"{config.where}: --target {typed(*names)}: column {texts[0]!r} holds texts, and "
             "several targets must be numbers: choose one column of classes"
         )
-    cells = read_cells(table[column.name], column)
-    classes = sorted({*cells[~pd.isna(cells)]} - {*(MISSING if has_two else ())})
+    classes = sorted({*read_cells(present, Column(column.name, []))})
     numbers = pd.to_numeric(pd.Series(classes, dtype=object), errors="coerce")
     if numbers.notna().all():
         classes = [classes[n] for n in numbers.argsort()]
