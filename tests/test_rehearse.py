@@ -68,11 +68,6 @@ class Counting(torch.utils.data.Dataset):
         self.calls += 1
         return self.x[index] * (1 + self.calls), index
 
-class Drawing(Counting):
-    def __getitem__(self, index): return self.x[index] + float(OWN.normal()), index
-
-class Projector: pass
-
 class Filled(Counting):
     def __getitem__(self, index): return self.x[index], index
 
@@ -100,8 +95,6 @@ def load_data(config):
         return Counting(x[:61]), InMemory(x[61:])
     if config.kind == "filled":
         return Filled(x[:61]), InMemory(x[61:])
-    if config.kind == "drawn":
-        return Drawing(x[:61]), InMemory(x[61:])
     if config.kind == "same samples":
         return InMemory(x[:61]), InMemory(x[40:61])
     if config.kind == "collate":
@@ -113,8 +106,6 @@ def main(argv=None):
     kind = config.kind
     with Run(config, "mine") as run:
         accelerator = run.accelerator
-        if kind == "hang" and accelerator.num_processes == 2:
-            time.sleep(600)
         train_set, eval_set = run.load(load_data)
         def collate(samples):
             x, index = torch.utils.data.default_collate(samples)
@@ -124,15 +115,8 @@ def main(argv=None):
         model = Net(kind)
         optimizer = make_optimizer(accelerator, model.parameters(), config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
-        if kind == "unfreeze":
-            groups = [{"params": model.body.parameters(), "lr": 1e-3},
-                      {"params": model.head.parameters(), "lr": 1e-2}]
-            optimizer = torch.optim.AdamW(groups)
-            factors = [lambda step: float(step >= 10), lambda step: 1.0]
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         teacher, bare = copy.deepcopy(model).requires_grad_(False), model
         average = torch.optim.swa_utils.AveragedModel(model)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
             model, optimizer, *loaders, scheduler)
         run.begin(model, {})
@@ -149,10 +133,9 @@ def main(argv=None):
                         target = target + torch.from_numpy(np.random.normal(size=len(x)))
                     if kind == "gather":
                         target = target - run.gather(target)[0].mean()
-                    if kind == "broadcast": target = target + 0 * x[:, :1]
                     output = model(x)
                     losses = (output - target) ** 2
-                    if kind == "broadcast": losses = losses.mean(1)
+                    if kind == "broadcast": losses = ((output[:, None] - target) ** 2).mean(1)
                     loss = run.step_mean(losses * tau)
                     if kind == "divided": loss = loss / config.accumulate
                     if kind == "term": loss = loss + output.mean() ** 2
@@ -162,8 +145,6 @@ def main(argv=None):
                         accelerator.backward(loss)
                     if kind == "clips": nn.utils.clip_grad_norm_(bare.parameters(), 0.1)
                     optimizer.step(); scheduler.step(); optimizer.zero_grad()
-                    if kind == "unloadable":
-                        optimizer.state[bare.head.weight]["projector"] = Projector()
                 if kind == "number": tau = 0.97 * tau
                 seen.append(float(losses.detach().mean()))
                 run.add(loss=losses)
@@ -179,8 +160,6 @@ def main(argv=None):
                 if kind == "drop": output = F.dropout(output, 0.5)
                 return {"loss": (output - batch[0].sum(1)) ** 2}
             metrics = run.evaluate(eval_loader, losses_of)
-            if kind == "plateau":
-                plateau.step(metrics["eval_loss"])
             if kind == "share":
                 part = run.predict(eval_loader, lambda batch: model(batch[0]))
                 part = part[accelerator.process_index::accelerator.num_processes]
@@ -236,23 +215,29 @@ class TestOnLinux:
                 for row in (
                     ("own", "again", r"first differs in step 1: train_loss", pages.ORDER_OF_CHANCE),
                     ("average", "step 18", r"at the end `average` differs", pages.REGISTERED),
-                    ("plateau", "step 12", r"at the end `plateau` differs", pages.REGISTERED),
                     ("number", "step 6", r"`tau` is not what.*: keep it in run.s", pages.OWN_STATE),
-                    ("number", "accumulate", r"`tau` is another number.*once", pages.REGISTERED),
+                    (
+                        "number",
+                        "accumulate",
+                        r"`tau`, `seen` is another number.*once",
+                        pages.REGISTERED,
+                    ),
                     ("counter", "workers", r"`\[0\]` of a sample is", pages.ORDER_OF_CHANCE),
-                    ("drawn", "again", r"`\[0\]` of a sample is", pages.ORDER_OF_CHANCE),
                     ("collate", "accumul", r"`\[0\]` .* others of its", pages.DRAWN_FOR_BATCH),
                     ("filled", "workers", r"samples are no longer", pages.CHANGED_SET),
-                    ("filled", "step 6", r"first differs in step 7", pages.CHANGED_SET),
-                    ("numpy", "accumulate", r"the loop draws from numpy", pages.ON_DEVICE),
+                    ("numpy", "accumulate", r"the loop draws from `numpy`", pages.ON_DEVICE),
                     ("buffer", "2 processes", r"the buffer `centre` changes", pages.BATCH_NORM),
                     ("share", "2 processes", r"step 4: eval_spread ", pages.OWN_MEAN),
                     ("term", "accumulate", r"a term that .* did not make", pages.SEVERAL),
                     ("past", "accumulate", r"past accelerator.backward", ""),
                     ("clips", "accumulate", r"before the last micro-batch", pages.GRADIENTS),
                     ("broadcast", "2 processes", r"\(n, n\) in line \d+ of mine.py: give", ""),
-                    ("unloadable", "step 6", r"cannot resume what it has saved", ""),
-                    ("unused", "2 processes", r"`other.weight`.* got none", pages.NO_GRADIENT),
+                    (
+                        "unused",
+                        "2 processes",
+                        r"note: `other.weight`, .* got no gradient",
+                        pages.NO_GRADIENT,
+                    ),
                 )
             ),
         ],
@@ -269,11 +254,6 @@ class TestOnLinux:
     def test_samples_of_both_sets_are_a_note(self, rehearsed):
         code, output = rehearsed("same samples", "again")
         assert code == 0 and "% of the evaluation set is in the training set too" in output, output
-
-    @slow
-    def test_a_part_that_is_unfrozen_by_its_learning_rate_keeps_all_promises(self, rehearsed):
-        code, output = rehearsed("unfreeze", "")
-        assert code == 0 and output.count("equal ") == 8, output
 
     @slow
     def test_what_begins_late_is_not_missed_by_an_early_resume(self, rehearsed):
@@ -293,13 +273,6 @@ class TestOnLinux:
         words = "refused: .*compares the samples of a whole batch"
         assert code == 0 and re.search(words, output), output
         assert pages.SAMPLES_COMPARED in output
-
-    @slow
-    def test_a_world_that_hangs_is_ended(self, rehearsed):
-        code, output = rehearsed("hang", "2 processes", "--limit", "60")
-        place = SCRIPT.splitlines().index("            time.sleep(600)") + 1
-        assert code == 1 and "fails: it did not end within 60 s, and was ended" in output, output
-        assert f"was in line {place} of mine.py" in output
 
     def test_a_script_without_flags_or_main_is_rehearsed(self, tmp_path, monkeypatch, capsys):
         """And with several runs, one after the other, in folders that they name themselves."""
@@ -330,20 +303,12 @@ class TestOnLinux:
         assert code == 0 and output.count("equal ") >= 6, output
 
 
-@pytest.mark.parametrize(
-    "typed, words",
-    [("--epochs 2.5", "invalid int value: '2.5'"), ("--limit 5m", "invalid float value: '5m'")],
-)
-def test_a_flag_of_a_wrong_type_is_told_as_those_of_a_run_are(typed, words, capsys):
-    with pytest.raises(SystemExit):
-        command.main([*typed.split(), "mine.py"])
-    assert words in capsys.readouterr().err
-
-
 def test_the_rows_that_are_named_are_in_the_docs():
-    for row in (row for name, row in vars(pages).items() if name.isupper() and type(row) is str):
-        page = "resume.md" if row in pages.RESUMED else "loop.md"
-        assert any(found.startswith(row) for found in ROWS[page]), (page, row)
+    sentences = {"BROADCAST", "SHARE_MEAN", "DIVIDED", "FACTOR", "TERM", "ONE_NUMBER"}
+    for name, row in vars(pages).items():
+        if name.isupper() and isinstance(row, str) and name not in sentences:
+            page = "resume.md" if row in pages.RESUMED else "loop.md"
+            assert any(found.startswith(row) for found in ROWS[page]), (page, row)
 
 
 def outcome(folder: Path, rows: list[dict], **world: object) -> Outcome:
@@ -377,17 +342,17 @@ HALVES, TWO = {"settings": {"accumulate": 2}}, {"num_processes": 2}
         (RESUME, {}, "train_loss", "resume `net` is not", pages.REGISTERED),
         (RESUME, {"held": 0}, "train_loss", "step 2: train", pages.OWN_STATE),
         (RESUME, {}, "learning_rate", "step 2: learn", pages.OWN_SCHEDULE),
-        (RESUME, {"samples": {"changed": True}}, "train_loss", "no longer", pages.CHANGED_SET),
-        (RESUME, {"samples": {"drawn": ["[0]"]}}, "train_loss", "again", pages.ORDER_OF_CHANCE),
-        (HALVES, {"samples": {"by_batch": ["[0]"]}}, "train_loss", "", pages.DRAWN_FOR_BATCH),
+        (RESUME, {"changed": True}, "train_loss", "no longer", pages.CHANGED_SET),
+        (RESUME, {"drawn": ["[0]"]}, "train_loss", "again", pages.ORDER_OF_CHANCE),
+        (HALVES, {"by_batch": ["[0]"]}, "train_loss", "", pages.DRAWN_FOR_BATCH),
         (HALVES, {"buffers": ["c"]}, "train_loss", "`c` changes", pages.BATCH_NORM),
         (HALVES, {"losses": share(0.5)}, "train_loss", "divided by --accumulate", ""),
         (TWO, {"losses": share(0.5)}, "train_loss", "by 1 and here by 0.5", pages.SEVERAL),
         (TWO, {"losses": share(1, 0.1)}, "train_loss", "a term that", pages.SEVERAL),
         (TWO, {"losses": share(1, 0, True)}, "train_loss", "one number", pages.SAMPLES_COMPARED),
         (TWO, {"passes_backward_by": True}, "train_loss", "past accelerator.backward", ""),
-        (TWO, {"draws": ["numpy"]}, "train_loss", "from numpy", pages.ON_DEVICE),
-        (TWO, {"hooked": ["w"]}, "train_loss", "; w has a hook", pages.GRADIENTS),
+        (TWO, {"draws": ["numpy"]}, "train_loss", "from `numpy`", pages.ON_DEVICE),
+        (TWO, {"hooked": ["w"]}, "train_loss", "; `w` has a hook", pages.GRADIENTS),
         (TWO, {"draws": ["numpy"]}, "eval_f1", "run.evaluate", pages.OWN_MEAN),
         (TWO, {"draws_in_evaluation": True}, "eval_f1", "nn.Dropout", pages.ON_DEVICE),
         (TWO, {"broadcast": "line 3"}, "train_loss", "(n, n) in line 3", ""),
@@ -410,6 +375,14 @@ def test_a_difference_has_its_cause_and_row(tmp_path, world, facts, column, sent
             (folder / f"{name}.json").write_text(json.dumps(held))
     verdict = judged(one, other)
     assert not verdict.is_kept and sentence in verdict.text and verdict.row == row
+
+
+def test_a_refusal_to_resume_what_was_saved_is_a_failure(tmp_path):
+    first, other = outcome(tmp_path / "a", []), outcome(tmp_path / "b", [], **RESUME)
+    other.problem, other.is_refusal = "it cannot be loaded", True
+    assert judged(first, other)[:2] == (f"cannot resume what it has saved: {other.problem}", False)
+    other.world = World("b", **TWO)
+    assert judged(first, other).is_kept
 
 
 def test_what_is_given_gradients_is_found():
@@ -488,16 +461,9 @@ def test_small_values_count_by_their_column_and_one_sample_may_flip(tmp_path, on
     assert judged(first, second).is_kept == is_kept
 
 
-@pytest.mark.parametrize(
-    "text, sentence",
-    [
-        ("is not a file", "nothing.py"),
-        ("is not a file", "."),
-    ],
-)
-def test_what_cannot_be_rehearsed_is_refused(text, sentence):
-    with refused(text):
-        command.main([sentence])
+def test_what_cannot_be_rehearsed_is_refused():
+    with refused("nothing.py is not a file"):
+        command.main(["nothing.py"])
 
 
 def test_a_name_that_no_world_has_is_refused(tmp_path):

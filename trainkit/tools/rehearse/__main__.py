@@ -24,10 +24,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.tools.rehearse.causes import judge, remarks
+from trainkit.tools.rehearse.causes import judge, told
 from trainkit.tools.rehearse.compare import Rounding, has_same_files
 from trainkit.tools.rehearse.outcome import Outcome
-from trainkit.tools.rehearse.pages import RESUMED
+from trainkit.tools.rehearse.pages import REMARKS, RESUMED
 from trainkit.tools.rehearse.stage import Stage
 from trainkit.tools.rehearse.worlds import AGAIN, FIRST, World, worlds_of
 
@@ -114,7 +114,7 @@ def rehearse(stage: Stage, only: str) -> bool:
         if verdict.row:
             page = "resume.md" if verdict.row in RESUMED else "loop.md"
             print(f"{'':<22}see docs/{page}: {verdict.row}", flush=True)
-    for line in remarks(first):
+    for (line,) in told(facts, REMARKS):
         print(f"note: {line}", flush=True)
     return is_kept
 

@@ -1,5 +1,6 @@
-"""Rows of the tables in docs/loop.md and docs/resume.md, which have the cures."""
+"""What makes numbers others, as data: the sentence that names it, and the row with its cure."""
 
+# Rows of docs/loop.md and docs/resume.md.
 BATCH_NORM = "BatchNorm"
 ORDER_OF_CHANCE = "random augmentation in a `Dataset`"
 DRAWN_FOR_BATCH = "a `collate_fn` that draws random numbers"
@@ -16,14 +17,23 @@ NO_GRADIENT = "parameters that get no gradient in some steps"
 ON_DEVICE = "augmentation or noise on the device"
 GRADIENTS = "code that reads the gradients"
 RESUMED = {OWN_STATE, OWN_SCHEDULE, REGISTERED, CHANGED_SET, TEACHER}  # of docs/resume.md
-# What a refusal or an error says, and the row with its cure.
+
+BROADCAST = (
+    "predictions (n, 1) and targets (n,) make (n, n) in {}: give both one shape, as by "
+    "predictions.squeeze(1)"
+)
+# What a refusal or an error says, what is added to it, and the row.
 SAID = {
-    r"mixed torch.Tensor and DTensor|sharded weights, of which": TEACHER,
-    r"gather|compares the samples": SAMPLES_COMPARED,
-    r"count=|over=": SEVERAL,
-    r"mask=|reduction=|padded": MASKED,
-    r"did not receive grad|Expected to have finished reduction|no gradient": NO_GRADIENT,
-    r"BatchNorm": BATCH_NORM,
+    "mixed torch.Tensor and DTensor|sharded weights, of which": ("", TEACHER),
+    "gather|compares the samples": ("", SAMPLES_COMPARED),
+    "count=|over=": ("", SEVERAL),
+    "mask=|reduction=|padded": ("", MASKED),
+    "did not receive grad|finished reduction|no gradient": ("; see the note below", NO_GRADIENT),
+    "BatchNorm": ("", BATCH_NORM),
+    "differ between the processes after step": (
+        "; call the model that accelerator.prepare(...) returned, not the one that it was given",
+        "",
+    ),
 }
 # What a variable of each kind is restored by, and its row.
 HOMES = {
@@ -32,3 +42,59 @@ HOMES = {
     "tensor": ("keep it in a buffer of a prepared module", OWN_STATE),
     "generator": ("draw from torch, numpy or random themselves, which Run seeds", OWN_STATE),
 }
+# Of what watching.py notes: its name there, the sentence, and the row.
+IN_SAMPLES = (
+    ("drawn", "{} of a sample is another one when it is made again with the same seeds: let no "
+     "generator of its own, clock or counter decide it", ORDER_OF_CHANCE),
+    ("changed", "the samples are no longer what they were at the start", CHANGED_SET),
+    ("data", "load_data(config) returns other samples in each run: seed what it draws", ""),
+    ("weights", "the weights begin otherwise in each run: make them as Run has seeded torch", ""),
+)  # fmt: skip
+IN_EVALUATION = (
+    ("draws_in_evaluation", "the function of run.evaluate(...) or run.predict(...) draws random "
+     "numbers: F.dropout(x) is always on, so use nn.Dropout or F.dropout(x, "
+     "training=self.training)", ON_DEVICE),
+    ("broadcast_in_evaluation", BROADCAST, ""),
+)  # fmt: skip
+SHARE_MEAN = "a mean over samples comes from run.evaluate(...), not from a process's share"
+IN_LOOP = (
+    ("by_batch", "{} of a sample depends on the others of its batch", DRAWN_FOR_BATCH),
+    ("passes_backward_by", "loss.backward() came past accelerator.backward(loss), which divides by "
+     "--accumulate and scales under fp16: call accelerator.backward(loss)", ""),
+    ("broadcast", BROADCAST, ""),
+    ("changes_early", "gradients or weights are changed before the last micro-batch of a step is "
+     "there, as clipping, zero_grad() and SAM do: do it `if accelerator.sync_gradients:`",
+     GRADIENTS),
+    ("buffers", "the buffer {} changes in the run, by a process's share of a batch: change it by "
+     "the whole batch, or keep it as it is", BATCH_NORM),
+    ("draws", "the loop draws from {}", ON_DEVICE),
+    ("hooked", "{} has a hook, which is given the gradient of a share", GRADIENTS),
+    ("numbers", "{} is another number than in the first run: change it once in a step, `if "
+     "accelerator.sync_gradients:`, and by the whole batch, which run.gather(...) gives",
+     REGISTERED),
+)  # fmt: skip
+DIVIDED = (
+    "the loss is divided by --accumulate, which accelerator.backward(...) does already: leave the "
+    "division out"
+)
+FACTOR = (
+    "what run.step_mean(...) returned is multiplied by {:.4g} and here by {:.4g}: put that into "
+    "the value of each sample, and use a mean as it is, not its root or logarithm"
+)
+TERM = (
+    "the loss has a term that run.step_mean(...) did not make, {:.4g} and here {:.4g}: give "
+    "run.step_mean(...) its values as well, one for each sample"
+)
+ONE_NUMBER = (
+    "run.step_mean(...) got one number for all samples of a share: let each sample have a value "
+    "of its own, or compute it from the whole batch, by run.gather(...)"
+)
+# What may be meant, though all worlds agree.
+REMARKS = (
+    ("shared", "about {:.0%} of the evaluation set is in the training set too, so its metrics say "
+     "little about new data: split the samples before anything is copied"),
+    ("drawn_to_evaluate", "{} of a sample of the evaluation set depends on random numbers, as it "
+     "should where tokens are hidden; augmentation belongs into the training set alone"),
+    ("untrained", "{} got no gradient in any step, and several processes wait for it: use it in "
+     "the loss, or call requires_grad_(False) before accelerator.prepare(...)"),
+)  # fmt: skip

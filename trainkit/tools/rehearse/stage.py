@@ -168,13 +168,9 @@ def imports_of(script: str) -> list[str]:
                 names += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names.append(node.module)
-    return [name for name in dict.fromkeys(names) if is_installed(name.partition(".")[0])]
-
-
-def is_installed(package: str) -> bool:
-    """Whether it is found in a folder of installed packages, or is this one."""
-    spec = importlib.util.find_spec(package)
-    return package == "trainkit" or "site-packages" in str(getattr(spec, "origin", ""))
+    specs = {name: importlib.util.find_spec(name.partition(".")[0]) for name in names}
+    own = "site-packages", f"{os.sep}trainkit{os.sep}"
+    return [n for n, spec in specs.items() if any(p in str(spec and spec.origin) for p in own)]
 
 
 def copy_as_killed(source: Path, target: Path, step: int) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 STEPS_IN_EPOCH = 4  # more are cut out of the middle of an epoch, so that its last batch stays
 NUM_STEPS = 20
-NUM_LOOKED_AT = 2  # steps whose operations are looked at
 
 
 class Watch:
@@ -47,16 +47,16 @@ class Watch:
 
     Attributes:
         runs: those that this process has begun.
-        seen: what is written down at the end; causes.py reads it.
+        seen: what is written down at the end: see pages.py.
         draws: which global generators the loop has drawn from; generators: how they stood.
         means, flows: of the micro-batch, what run.step_mean returned, and the gradients of a pass.
+        share: what the loop made of them.
         marks: how weights and gradients were after a backward pass that was not the last of a step.
     """
 
     def __init__(self, role: "Role"):
-        self.role = role
-        self.script = Path(role.script).resolve()
-        self.is_first = role.rank == 0
+        self.role, self.world = role, role.world
+        self.is_looked_at = role.world.is_looked_at
         self.runs: list[Run] = []
         self.models: list[nn.Module] = []
         self.by_process: set[str] = set()
@@ -64,13 +64,14 @@ class Watch:
         self.generators: dict[str, str] = {}
         self.seen: dict[str, Any] = {"losses": {}}
         self.samples = SeenSamples()
-        self.untrained: dict[str, Any] = {}
+        self.untrained: dict[str, torch.Tensor] = {}
         self.in_evaluation = False
         self.means: list[torch.Tensor] = []
         self.flows: dict[int, float] = {}
         self.share: dict[str, Any] = {}
         self.marks: list[Any] = []
-        self.broadcasts = {"broadcast": Broadcasts(), "broadcast_in_evaluation": Broadcasts()}
+        look: Any = Broadcasts if self.is_looked_at else nullcontext
+        self.broadcasts = {"broadcast": look(), "broadcast_in_evaluation": look()}
         self._hold_still()
         for kind, name, replacement in (
             (Run, "__init__", self._make_run),
@@ -91,7 +92,7 @@ class Watch:
             around(kind, name, replacement)
 
     def _hold_still(self) -> None:
-        dropout, names = F.dropout, self.role.world.still
+        dropout, names = F.dropout, self.world.still
 
         def watched(
             input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -136,7 +137,7 @@ class Watch:
 
     def _make_samples(self, original: Callable, whole: WholeBatches, indices: Any) -> Any:
         batch = original(whole, indices)
-        if self.role.world.is_looked_at and len(self.runs) == 1:
+        if self.is_looked_at:
             self.samples.note(whole, indices, batch)
         return batch
 
@@ -148,11 +149,11 @@ class Watch:
         self.seen["hooked"] = hooked(models)
         named = [pair for each in models for pair in each.named_parameters()]
         self.seen["weights"] = digest(text_of([weight for _, weight in named]))
-        if "dropout" in self.role.world.still:
+        if "dropout" in self.world.still:
             still.set_rates(layers)
-        if self.role.world.nudge:
+        if self.world.nudge:
             still.nudge(models)
-        if self.role.world.is_looked_at:
+        if self.is_looked_at:
             self.untrained = {name: weight for name, weight in named if weight.requires_grad}
         original(run, model, *args, **kw)
 
@@ -166,12 +167,7 @@ class Watch:
         self.generators = generators()
         self.means = []
         self.share = {"factors": [], "rests": [], "size": 0.0, "is_one_number": False}
-        if self._is_looked_at():
-            self.broadcasts["broadcast"].__enter__()
-
-    def _is_looked_at(self) -> bool:
-        is_early = self.runs[0].progress.step < NUM_LOOKED_AT
-        return self.role.world.is_looked_at and len(self.runs) == 1 and is_early
+        self.broadcasts["broadcast"].__enter__()
 
     def _step_mean(self, original: Callable, run: Run, values: Any, *args: Any, **kw: Any) -> Any:
         mean = original(run, values, *args, **kw)
@@ -213,8 +209,7 @@ class Watch:
         ]
 
     def _end_step(self, original: Callable, run: Run) -> bool:
-        if self._is_looked_at():
-            self.broadcasts["broadcast"].__exit__(None, None, None)
+        self.broadcasts["broadcast"].__exit__(None, None, None)
         now = generators()
         self.draws |= {name for name in now if now[name] != self.generators.get(name)}
         if self.means and not self.share["rests"]:
@@ -224,41 +219,36 @@ class Watch:
             self.marks = []
         return original(run)
 
-    def _evaluate(self, original: Callable, run: Run, loader: Any, function: Callable) -> Any:
-        is_looked_at = self._is_looked_at()
-
-        def watched(batch: Any) -> Any:
-            before, self.in_evaluation = generators(), True
-            try:
-                return function(batch)
-            finally:
+    def _evaluate(self, original: Callable, run: Run, *args: Any, **kw: Any) -> Any:
+        def watch(function: Any) -> Any:
+            def watched(batch: Any) -> Any:
+                before, self.in_evaluation = generators(), True
+                with self.broadcasts["broadcast_in_evaluation"]:
+                    result = function(batch)
                 self.in_evaluation = False
                 if generators() != before:
                     self.seen["draws_in_evaluation"] = True
+                return result
 
-        def looked_at(batch: Any) -> Any:
-            with self.broadcasts["broadcast_in_evaluation"]:
-                return watched(batch)
+            return watched if callable(function) else function
 
-        return original(run, loader, looked_at if is_looked_at else watched)
+        return original(run, *map(watch, args), **{name: watch(each) for name, each in kw.items()})
 
     def _save(self, original: Callable, checkpoints: Any, progress: Any, *args: Any) -> None:
         original(checkpoints, progress, *args)
         self._write(f"held-{progress.step}", self._held())
 
     def _finish(self, original: Callable, run: Run, *args: Any, **kw: Any) -> Any:
-        if self.role.world.is_looked_at and len(self.runs) == 1:
+        if self.is_looked_at:
             pairs = [(batches_of(each), each) for each in prepared_loaders(run.accelerator)]
             made = {b.seed is not None: each.dataset for b, each in pairs if b is not None}
             if len(made) == 2:
-                self.seen["samples"] = self.samples.look(made[True], made[False])
+                self.seen |= self.samples.look(made[True], made[False])
         now = buffers_of(self.models)
-        self.seen |= {name: each.place for name, each in self.broadcasts.items()} | {
+        self.seen |= {n: getattr(each, "place", "") for n, each in self.broadcasts.items()} | {
             "data": str(run.data_hashes),
             "steps_per_epoch": run.length.steps_per_epoch,
             "epochs": run.config.epochs,
-            "num_processes": run.accelerator.num_processes,
-            "device": run.accelerator.device.type,
             "by_process": sorted(self.by_process),
             "draws": sorted(self.draws),
             "buffers": [name for name in now if now[name] != self.buffers.get(name)],
@@ -269,11 +259,13 @@ class Watch:
         return original(run, *args, **kw)
 
     def _held(self) -> dict[str, Any]:
-        is_split = self.role.world.num_processes > 1
-        return held(self.script, self.runs[0].progress.state, only_numbers=is_split)
+        is_split = self.world.num_processes > 1
+        return held(
+            Path(self.role.script).resolve(), self.runs[0].progress.state, only_numbers=is_split
+        )
 
     def _write(self, name: str, content: Any) -> None:
-        if self.is_first and len(self.runs) == 1:  # of several runs, it is about the first
+        if self.role.rank == 0 and len(self.runs) == 1:  # of several runs, it is about the first
             (self.role.folder / f"{name}.json").write_text(json.dumps(content))
 
 
