@@ -5,10 +5,8 @@ import json
 import math
 import os
 import pickle
-import re
 import shutil
 import threading
-import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,6 @@ from conftest import linux_only, posix_only, refused
 from saving import Run, reforge, step, write_hostile
 
 from trainkit.checkpoints import parts
-from trainkit.checkpoints.commit import Commits
 from trainkit.checkpoints.contents import Contents, Frozen
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
@@ -64,29 +61,6 @@ def schedules(optimizers: list[torch.optim.Optimizer]) -> list:
         lambda x: Growing(x, 0.5),
     )
     return [kinds[n % len(kinds)](optimizer) for n, optimizer in enumerate(optimizers)]
-
-
-def test_a_process_whose_part_is_taken_at_once_does_not_miss_the_folder(tmp_path, monkeypatch):
-    """The first process may rename the folder as soon as it sees the part of the last one."""
-    folder, final, replace = tmp_path / ".tmp-step", tmp_path / "step-0000000001", os.replace
-    folder.mkdir()
-
-    def replace_late(source: Path, target: Path):
-        replace(source, target)
-        while "part-" in Path(target).name and not final.exists():
-            time.sleep(0.01)
-
-    monkeypatch.setattr(os, "replace", replace_late)
-    tracker = JsonlTracker(tmp_path)
-    both = [
-        Commits(SimpleNamespace(process_index=rank, num_processes=2), tracker, 2) for rank in (0, 1)
-    ]
-    for commits in both:
-        commits.start(folder, final, {"progress": {"best_step": 0}}, "saving", time.monotonic())
-    for commits in both:
-        commits.close()
-        assert not commits.failed()
-    assert verify(final) is None
 
 
 def test_of_twelve_models_each_gets_its_own_state_back_of_either_kind_of_checkpoint(
@@ -200,23 +174,7 @@ def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto_unless_
         assert run.refuses(wanted).count("trainer.json is missing") == 2
 
 
-STRAY = [
-    ".DS_Store",
-    "._trainer.json",
-    ".nfs000000000001",
-    ".fuse_hidden0001",
-    "trainer.json~",
-    ".trainer.json.swp",
-    "Thumbs.db",
-    "desktop.ini",
-    ".~lock.trainer.json#",
-    "@eaDir/x",
-    ".trainer.json.Ab3dEf",
-    "state/.DS_Store",
-    "state/._model.safetensors",
-    "state/optimizer.bin.part",
-    "state/model~1.safetensors",
-]
+STRAY = (".DS_Store", "._trainer.json", "@eaDir/x", "state/._model.safetensors", "trainer.json~")
 
 
 def test_files_of_other_programs_in_a_checkpoint_are_named_and_passed_over(saved, capsys):
@@ -227,23 +185,8 @@ def test_files_of_other_programs_in_a_checkpoint_are_named_and_passed_over(saved
     (step(saved, 3) / ".snapshot").mkdir()
     assert Run(saved).checkpoints.resume("auto").step == 3
     said = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
-    assert said == [
-        "not read, as the checkpoint does not list it: .DS_Store, ._trainer.json, "
-        ".fuse_hidden0001 and 12 more"
-    ]
-
-
-def test_other_programs_may_write_into_a_checkpoint_while_it_is_saved(tmp_path, monkeypatch):
-    run = Run(tmp_path)
-    start = run.checkpoints.commits.start
-
-    def start_later(folder: Path, *args):
-        (folder / "state" / ".nfs000000000001").symlink_to("nothing")  # gone when it is read
-        start(folder, *args)
-
-    monkeypatch.setattr(run.checkpoints.commits, "start", start_later)
-    run.train(1)
-    assert Run(tmp_path).checkpoints.resume("auto").step == 1
+    names = ".DS_Store, ._trainer.json, @eaDir/x and 2 more"
+    assert said == [f"not read, as the checkpoint does not list it: {names}"]
 
 
 @pytest.mark.parametrize("name", ["custom_checkpoint_0.pkl", "optimizer_1.bin"])
@@ -294,17 +237,6 @@ def test_a_forged_moment_is_not_given_to_a_kernel_that_reads_beyond_it(saved):
     run.optimizer.param_groups[0]["fused"] = True
     with refused(r"exp_avg .* is \(9,\), but its weight is \(7, 50\)"):
         run.checkpoints.resume(str(step(saved, 3)))
-
-
-def test_sums_are_added_up_by_their_names_in_whatever_order_a_process_added_them(accelerator):
-    found = []
-    for names in ("easy", "hard"), ("hard", "easy"):
-        means = RunningMeans(accelerator)
-        for name in names:
-            means.add_all([(name, torch.tensor({"easy": 3.0, "hard": 5.0}[name]), 2)])
-        found.append(means.state()["rows"])
-        assert means.compute("train") == {"train_easy": 1.5, "train_hard": 2.5}
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("text", ["[]", "{"])
@@ -384,18 +316,10 @@ def test_a_run_that_ends_before_its_last_save_has_failed_says_so(saved, monkeypa
     assert not step(saved, 4).exists()
 
 
-EDITS = {
-    "a digit": lambda log: log.replace(b'"step": 2', b'"step": 7'),
-    "a bit": lambda log: bytes([log[0] ^ 1]) + log[1:],
-    "CRLF": lambda log: log.replace(b"\n", b"\r\n"),
-    "shorter": lambda log: re.sub(rb": 0\.\d+", b": 0.0", log, count=1),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_log_that_was_edited_is_said_in_one_line_and_keeps_its_rows(saved, edit, capsys):
+@pytest.mark.parametrize("old, new", [(b'"step": 2', b'"step": 7'), (b"\n", b"\r\n")])
+def test_a_log_that_was_edited_is_said_in_one_line_and_keeps_its_rows(saved, old, new, capsys):
     log = saved / "metrics.jsonl"
-    edited = EDITS[edit](log.read_bytes())
+    edited = log.read_bytes().replace(old, new)
     log.write_bytes(edited)
     run = Run(saved)
     run.progress = run.checkpoints.resume(str(step(saved, 2)))
@@ -405,14 +329,6 @@ def test_a_log_that_was_edited_is_said_in_one_line_and_keeps_its_rows(saved, edi
     run.checkpoints.resume("auto")  # what was said once is not said again
     said = [line for line in capsys.readouterr().out.splitlines() if "was changed after" in line]
     assert said == [f"{log} was changed after this run wrote it: its rows are kept as they are now"]
-
-
-def test_a_log_of_which_a_row_is_gone_is_refused(saved):
-    log = saved / "metrics.jsonl"
-    rows = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(rows[0] + rows[2] + b" " * 200)  # as many bytes
-    with refused("rows but the checkpoint expects"):
-        Run(saved).checkpoints.resume("auto")
 
 
 def strictly(text: str) -> Any:
@@ -465,18 +381,6 @@ def test_a_volume_that_is_the_run_folder_of_two_containers_is_used_by_one(tmp_pa
     held.release()
 
 
-def test_a_run_that_is_moved_aside_is_locked_by_nobody(tmp_path):
-    run_dir = tmp_path / "run"
-    open_folder(run_dir).release()
-    (run_dir / "metrics.jsonl").write_text("{}")
-    held = open_folder(run_dir)
-    assert sorted(path.name for path in run_dir.iterdir()) == ["checkpoints", "run.lock"]
-    open_folder(tmp_path / "run.1", "auto").release()
-    with refused("in use|Deadlock"):
-        open_folder(run_dir)
-    held.release()
-
-
 @posix_only
 def test_a_run_folder_that_is_a_link_stays_one(tmp_path):
     (tmp_path / "large_disk").mkdir()
@@ -487,12 +391,3 @@ def test_a_run_folder_that_is_a_link_stays_one(tmp_path):
     open_folder(run_dir).release()
     assert run_dir.is_symlink() and not (target / "metrics.jsonl").exists()
     assert (tmp_path / "large_disk" / "run.1" / "metrics.jsonl").read_text() == "of the first run"
-
-
-@pytest.mark.parametrize("resume", [None, "auto"])
-def test_files_of_others_are_not_overwritten(tmp_path, resume):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "model.safetensors").write_text("theirs")
-    open_folder(run_dir, resume).release()
-    assert Path(f"{run_dir}.1", "model.safetensors").read_text() == "theirs"

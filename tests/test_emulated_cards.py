@@ -5,7 +5,6 @@ Where there are real cards, `python -m pytest -m gpu` runs the same tests on the
 """
 
 import json
-import math
 import os
 import re
 import shutil
@@ -216,39 +215,6 @@ for precision in ("no", "fp16"):
     assert printed == expected.split()
 
 
-def test_a_row_of_the_log_does_not_wait_for_the_device_before_it_is_written(
-    emulated_cards, tmp_path
-):
-    program = """
-from types import SimpleNamespace
-import torch
-from accelerate import Accelerator
-from emulate import ledger
-from trainkit.store.log import JsonlTracker
-from trainkit.numbers.means import RunningMeans
-from trainkit.numbers.orders import Progress
-from trainkit.run.reporter import Reporter
-accelerator = Accelerator()
-accelerator.log = lambda values, step: print("row", step, values["train_loss"], values["norm"])
-reporter = Reporter(accelerator, SimpleNamespace(keep_best=None), None)
-means = RunningMeans(accelerator)
-numbers = torch.arange(4.0).cuda()
-ledger.wait = lambda what: print(what)
-for step in 1, 2:
-    means.add_all([("loss", numbers[step], 2), ("masked", numbers[0], numbers.long().sum())])
-    reporter.start_row(Progress(step), means, {}, {"norm": numbers[3]})
-    print("next")
-    means.add_all([("loss", numbers[3], 1)])
-reporter.end_row()
-print(means.compute("train"))
-"""
-    path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
-    printed, _ = emulate(emulated_cards | path, tmp_path, program)
-    whole = "{'train_loss': 1.5, 'train_masked': 0.0}"  # (1 + 3 + 2 + 3) / (2 + 1 + 2 + 1)
-    expected = ["next", "event", "event", "row 1 0.5 3.0", "next", "event", "event"]
-    assert printed == [*expected, f"row 2 {5 / 3} 3.0", "tolist", whole]
-
-
 # The scripts, by the launcher.
 
 
@@ -392,28 +358,6 @@ def test_a_run_on_one_card_gives_the_numbers_of_the_cpu(cards, problems, tmp_pat
             assert {
                 copies for _, copies in check_steps(tmp_path / "card", "1gpu", QUIET_STEPS)
             } == {0}
-
-
-# Flags, and how many samples are evaluated.
-EXAMPLES = {
-    "text": ("--num-lines 109", 109),
-    "gan": ("--dataset {digits}", 101),
-    "gpt": ("--answers-only --num-bytes 1030000 --layers 1 --width 32", None),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_each_example_trains_and_evaluates_in_fp16(cards, tiny_mnist, tmp_path, name):
-    flags, num_evaluated = EXAMPLES[name]
-    flags += " --batch-size 4 --eval-batch-size 26 --stop-after-steps 4 --log-every 1 --no-pictures"
-    args = flags.format(digits=tiny_mnist), "--timeout 60", "--run-dir", tmp_path / "run"
-    yaml, processes = ("4gpu_fp16", 2) if num_cards(cards) > 1 else ("1gpu_fp16", None)
-    launch(cards, yaml, f"examples/{name}", *args, processes=processes)
-    assert [row["step"] for row in rows(tmp_path / "run", "steps")] == [1, 2, 3, 4]
-    epoch = rows(tmp_path / "run", "epochs")[-1]
-    assert epoch["eval_samples"] == num_evaluated or name == "gpt"
-    assert all(map(math.isfinite, epoch.values()))
 
 
 FEW = "--batch-size 8 --eval-batch-size 8 --stop-after-steps 10 --log-every 100 --no-pictures"

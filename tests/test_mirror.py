@@ -1,7 +1,6 @@
 """--mirror: what a lost machine leaves behind is enough, and no failure of a store is silent."""
 
 import itertools
-import os
 import re
 import shutil
 import signal
@@ -9,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import faults
 import fsspec
@@ -20,9 +18,8 @@ from conftest import refused, wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 from saving import Run, step
 from sharded import KINDS, env
-from tuned import FLAGS, LORA, MODULES, make_flags
 
-from trainkit.checkpoints import mirror, resume
+from trainkit.checkpoints import mirror
 from trainkit.config import TrainingConfig
 from trainkit.errors import LoneFailure, RunFailure
 from trainkit.numbers.orders import Progress
@@ -116,13 +113,6 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_newest_checkpoint_and_keeps_a
     assert "step-0000000005" not in names(run)  # the run no longer leads to it
     run.checkpoints.mirror.wait()
     assert names(run) == [step(tmp_path, 3).name]
-
-
-def test_what_only_the_local_folder_has_is_copied_when_the_run_goes_on(faulty, tmp_path):
-    faulty.plan = staticmethod(lambda call, name: "drop" if call == "put" else "")
-    assert names(train(tmp_path, 2)) == []
-    faulty.plan = staticmethod(lambda call, name: "")
-    assert names(train(tmp_path, 0, "auto")) == [step(tmp_path, 2).name]
 
 
 def test_a_store_that_drops_calls_now_and_then_loses_nothing(faulty, tmp_path, capfd):
@@ -236,12 +226,6 @@ def test_the_mirror_of_another_run_is_not_touched_by_one_with_newer_checkpoints(
     assert there <= faulty.store.keys()
 
 
-def test_a_damaged_checkpoint_of_the_folder_is_replaced_by_that_of_the_mirror(faulty, tmp_path):
-    train(tmp_path, 2)
-    os.truncate(step(tmp_path / "run", 2) / "state" / "model.safetensors", 10)
-    assert Run(tmp_path / "run", 2, mirror=URL).checkpoints.resume("latest").step == 2
-
-
 def test_the_training_waits_only_for_a_mirror_that_is_more_than_keep_checkpoints_behind(
     faulty, tmp_path, capfd, monkeypatch
 ):
@@ -321,45 +305,6 @@ def test_a_store_that_repeats_a_secret_without_its_url_does_not_print_it(faulty,
     assert "sec" not in said and "b/c" not in said and "is wrong at s3://host" in said
 
 
-@pytest.mark.parametrize("url", ["abfs://box@account.dfs/run", "sftp://me@host/run", "/a:b/c@d"])
-def test_a_user_without_a_password_is_no_secret(url):
-    assert stores.find_secret(url) == ""
-
-
-def test_an_object_whose_checksum_fails_is_passed_over_for_an_older_checkpoint(
-    faulty, tmp_path, monkeypatch, capfd
-):
-    run = train(tmp_path, 5, keep=3)
-    *_, before, newest = names(run)
-    shutil.rmtree(tmp_path / "run")
-    get = Faulty.get_file
-    for file, error in (("trainer.json", "FlexibleChecksumError"), ("model", "crc32 differs")):
-
-        def fail(self, rpath, lpath, file=file, error=error, **kwargs):
-            if newest in rpath and file in rpath:
-                raise OSError(error)
-            get(self, rpath, lpath, **kwargs)
-
-        monkeypatch.setattr(Faulty, "get_file", fail)
-        again = Run(tmp_path / file, 2, mirror=URL, resume="auto")
-        path, _ = resume.choose(
-            tmp_path / file / "checkpoints",
-            again.checkpoints.mirror,
-            "auto",
-            notices := [],
-            lambda path: {"progress": SimpleNamespace(best_step=0)},
-            again.accelerator,
-        )
-        assert path.name == before and error in notices[0]
-    monkeypatch.setattr(Faulty, "get_file", get)
-
-
-def test_a_resume_that_finds_nothing_names_the_mirror_too(faulty, tmp_path, capfd):
-    run = Run(tmp_path / "run", 2, mirror=URL, resume="auto")
-    run.checkpoints.resume("auto")
-    assert f"or --mirror {URL}: starting from the beginning" in capfd.readouterr().out
-
-
 def test_a_mirror_that_is_none_is_refused(tmp_path):
     with refused(r"--mirror nowhere://x cannot be used: .*nowhere"):
         Run(tmp_path, 2, mirror="nowhere://x")
@@ -434,14 +379,6 @@ def test_a_machine_lost_in_the_middle_of_a_copy_costs_no_byte(
 ):
     lost = Lost(nursery, "train_regression", quick_args, tmp_path, world)
     assert [lost.kill_in_call(call) for call in calls] == [True] * len(calls)
-
-
-def test_a_new_run_is_refused_before_the_one_in_its_folder_is_moved(nursery, quick_args, tmp_path):
-    lost = Lost(nursery, "train_regression", quick_args, tmp_path)
-    lost.run()
-    outcome = nursery.run("train_regression", *lost.args)
-    assert outcome.codes == [2] and "holds a run: continue it with --resume" in outcome.stderr
-    assert faults.digests(lost.run_dir) == lost.expected
 
 
 def test_a_run_that_a_signal_stops_leaves_the_checkpoint_in_the_mirror(
@@ -532,13 +469,4 @@ def test_a_sharded_run_goes_on_in_an_empty_folder(nursery, tmp_path, kind, copie
     args = "--num-lines 60 --batch-size 12 --epochs 2 --save-every 2 --timeout 20".split()  # noqa: SIM905
     plan = {"world": 2 * copies, "env": env(kind, copies)}
     lost = Lost(nursery, "examples.text", args, tmp_path, **plan)
-    assert all(lost.kill_in_call(call) for call in (5, 14))
-
-
-@pytest.mark.slow
-def test_an_adapter_goes_on_in_an_empty_folder(nursery, tuned_base, tmp_path):
-    flags = make_flags(tuned_base, FLAGS, "pairs", 120)
-    plan = {"modules": MODULES, "world": 2, "env": {"HF_DATASETS_CACHE": f"{tmp_path}/cache"}}
-    args = [*flags, *LORA, "--save-every", 3]
-    lost = Lost(nursery, "examples/finetune.py", args, tmp_path, **plan)
     assert all(lost.kill_in_call(call) for call in (5, 14))
