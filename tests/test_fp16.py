@@ -98,20 +98,3 @@ def test_two_optimizers_under_a_growing_loss_scale_train_as_without_one(tmp_path
     scaled = train_two(tmp_path / "run", order, overflows=(1, 6, 7, 14))
     assert len(scaled) == len(plain) - 4 > 30
     assert scaled == pytest.approx(plain[:-4], abs=1e-5)
-
-
-def test_what_is_changed_in_a_step_that_is_skipped_after_a_save_is_not_refused(
-    tmp_path, monkeypatch
-):
-    """The step is done again with the next batch, so a resume lacks nothing."""
-    monkeypatch.setattr(trainkit.run.session, "Accelerator", scaled_float32)
-    count_batches = 'number = next(numbers); run.state["seen"] = run.state.get("seen", 0) + 1'
-    edits = [
-        (r"body\(run, next\(numbers\)\)", count_batches),
-        (r"step_mean\(loss\)", "step_mean(loss * (1e38 if number == overflowing else 1))"),
-    ]
-    changed(*edits, overflowing=4)(f"--save-every 3 --run-dir {tmp_path}/run")
-    assert checkpoint(tmp_path / "run", 9)[0]["num_skipped"] == 1
-    best = f"--save-every 99 --keep-best eval_loss --run-dir {tmp_path}/best"
-    changed(*edits, overflowing=0)(f"{best} --stop-after-steps 6")
-    changed(*edits, overflowing=1)(f"{best} --stop-after-steps 8 --resume auto")

@@ -4,20 +4,18 @@ import copy
 import itertools
 import random
 import sys
-from types import SimpleNamespace
 
 from trainkit import keyed_normal, keyed_uniform
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from conftest import refused
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from trainkit.checkpoints.content import hash_fixed, held_in_memory, sample_parts, text_of
+from trainkit.checkpoints.content import hash_fixed, held_in_memory
 from trainkit.checkpoints.resume import compare_sources
 from trainkit.config import TrainingConfig
 from trainkit.launch.nodes import hash_sources
@@ -103,17 +101,6 @@ def test_indices_that_a_script_changes_or_reads_backwards_have_their_own_numbers
         indices += 1000  # such as the key of a second view
         moved = keyed_uniform(0, 0, indices, 2)
         assert torch.equal(moved, keyed_uniform(0, 0, indices.clone(), 2))
-
-
-def test_a_use_that_comes_once_is_not_drawn_ahead_and_few_are_kept(monkeypatch):
-    calls = []
-    bits = randoms._bits
-    monkeypatch.setattr(randoms, "_bits", lambda *given: calls.append(given) or bits(*given))
-    for step, indices in enumerate(batches_of_epoch()):
-        keyed_uniform(0, 0, indices, 2, step)
-    assert [len(given[1]) for given in calls] == [40] * 25
-    assert len(randoms._known) <= 4
-    assert all(len(order.drawn) <= randoms.MOST_USES for order in randoms._known)
 
 
 class Pairs(Dataset):
@@ -205,26 +192,6 @@ def test_what_lies_in_files_is_not_read_whole(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(9))
     assert held_in_memory(np.load(tmp_path / "a.npy", mmap_mode="r")) is None
     assert held_in_memory(Pairs(seeded)) is held_in_memory(Subset(Pairs(seeded), [0])) is None
-
-    def pictures(cells):
-        features = datasets.Features({"image": datasets.Image()})
-        kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-        return datasets.Dataset(
-            pa.table({"image": pa.array(cells, kind)}).cast(features.arrow_schema)
-        )
-
-    assert held_in_memory(pictures([{"bytes": None, "path": "/a.png"}])) is None
-    stored = [pictures([{"bytes": b"1", "path": path}]) for path in ("/a.png", "/b.png")]
-    assert fingerprint(stored[0]) == fingerprint(stored[1])
-
-
-def test_objects_are_compared_by_what_they_hold_and_not_by_where():
-    one, same, other = (SimpleNamespace(x=torch.tensor(n), f=len, g=object()) for n in (1, 1, 2))
-    one.owner, same.owner = one, same  # a circle
-    assert text_of([one]) == text_of([same]) != text_of([other])
-    assert text_of({"a": {3, 1}, "b": b"x"}) == text_of({"a": {1, 3}, "b": b"x"})
-    assert "0x" not in text_of(one)
-    assert sample_parts((1, "a")) == {"[0]": "1", "[1]": '"a"'} and sample_parts([1]) == {"": "[1]"}
 
 
 def test_modules_and_files_are_known_by_their_content(tmp_path):

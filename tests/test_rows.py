@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from aiohttp import web
-from conftest import linux_only, refused
+from conftest import refused
 from fsspec.implementations.http import HTTPFileSystem
 from plain import quick
 from torch.utils.data import default_collate
@@ -137,20 +137,6 @@ def test_a_killed_run_goes_on_with_equal_bytes_but_not_with_other_files(server, 
         new.unlink(missing_ok=True)
 
 
-@linux_only
-def test_a_process_does_not_fork_while_row_groups_are_read(server):
-    """In Python before 3.11.10 one child of a few hundred hangs at its start."""
-    data = ParquetRows(server.url, "id")
-    server.plan = lambda number: "slow"
-    assert data[0]
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    reads = [result.ready() for result in rows.opened(data, os.getpid())[1].values()]
-    os.waitpid(child, 0)
-    assert reads == [True] * 5  # the next ones too
-
-
 def test_what_breaks_in_mid_run_is_said_at_once(server, monkeypatch):
     data = ParquetRows(server.url, "id")
     assert not HTTPFileSystem._cache, "a loader worker would wait a second to close what is there"
@@ -238,24 +224,6 @@ def test_what_cannot_be_read_is_a_sentence(server):
     assert all(map(find_secret, wrong)) and not any(map(find_secret, right))
     with refused("the environment variable NO_SUCH is not set"):
         open_store("s3://$NO_SUCH/run")
-
-
-# The rows of a column of tokens, of which the vocabulary has 256, and what is said of them.
-WRONG = [
-    (["a"] * 40, "tokens must hold lists of whole numbers"),
-    ([[0.5] * 9] * 40, "tokens must hold lists of whole numbers"),
-    ([[1] * 9, [1] * 7] * 20, "tokens has lists of 7 and of 9 numbers"),
-    ([[255, 256]] * 40, "2 tokens from 255 to 256, and the model is for 2 tokens from 0 to 255"),
-]
-
-
-@pytest.mark.parametrize("tokens, sentence", WRONG)
-def test_tokens_that_the_model_cannot_take_are_one_sentence(tokens, sentence, fork_main, tmp_path):
-    pq.write_table(pa.table({"tokens": tokens}), tmp_path / "a.parquet")
-    rows = tmp_path / "a.parquet"
-    flags = ["--data", rows, "--eval-data", rows, "--no-pictures"]
-    ended = fork_main("examples/gpt.py", *flags, "--run-dir", tmp_path / "run")
-    assert sentence in ended.error(ended.codes[0])
 
 
 def test_files_called_test_are_evaluated_and_not_trained_on(fork_main, tmp_path):
