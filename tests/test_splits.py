@@ -89,7 +89,7 @@ def test_equal_rows_are_on_one_side_and_other_splits_stay():
         ([*range(8)], [0, 4, 5]),
         ([5, 1, 5, 5, 3, 2, 5, 9], [4, 5]),  # more of one sample than are to be evaluated
     ):
-        sides = splits.keep_together(train, held_out, torch.tensor(samples))
+        sides = splits.keep_equal_on_one_side(train, held_out, torch.tensor(samples))
         kept, found = (side.tolist() for side in sides)
         assert found == evaluated and sorted(kept + found) == [*range(8)]
 

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,9 @@ def choose_evaluated_table(
     if chosen is not None:
         chosen.attrs["where"] = name
         read.append(chosen)
-    return chosen, lines | describe_encodings(read)
+    if notes := [*dict.fromkeys(n for table in read for n in table.attrs.get("encodings", ()))]:
+        lines["encoding"] = shorten(notes)
+    return chosen, lines
 
 
 def _read_files(files: Sequence[Path], where: str, **options: Any) -> pd.DataFrame:
@@ -173,7 +175,8 @@ def _read_files(files: Sequence[Path], where: str, **options: Any) -> pd.DataFra
 def _join_tables(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Return the rows of all tables as one, with the attrs of read_table."""
     joined = pd.concat(tables, ignore_index=True)
-    joined.attrs["encodings"] = list_encodings(tables)
+    notes = (note for table in tables for note in table.attrs.get("encodings", ()))
+    joined.attrs["encodings"] = [*dict.fromkeys(notes)]
     joined.attrs["separator"] = tables[0].attrs.get("separator", "")
     return joined
 
@@ -218,18 +221,6 @@ def _read_file(path: Path, separator: Any = None, encoding: Any = None, **_: Any
 def _read_whole(text: str) -> float:
     """Return a whole number of JSON; no float is as large as one of more digits than these."""
     return int(text) if len(text) < 300 else math.inf
-
-
-def list_encodings(tables: Iterable[pd.DataFrame]) -> list[str]:
-    """Return the notes of read_table about encodings, each once."""
-    notes = [note for table in tables for note in table.attrs.get("encodings", ())]
-    return [*dict.fromkeys(notes)]
-
-
-def describe_encodings(tables: Iterable[pd.DataFrame]) -> dict[str, str]:
-    """Return the line of the plan about files that are in another encoding than the given one."""
-    notes = list_encodings(tables)
-    return {"encoding": shorten(notes)} if notes else {}
 
 
 def _name_columns(rows: pd.DataFrame) -> pd.DataFrame:

@@ -192,7 +192,7 @@ def hold_out(
     return order[~held_out], order[held_out]
 
 
-def keep_together(
+def keep_equal_on_one_side(
     train: torch.Tensor, evaluated: torch.Tensor, hashes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both sides with equal rows on the side of the first; those that moved are last.
@@ -218,7 +218,7 @@ def keep_together(
 
 def split_rows(hashes: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows to train and to evaluate on, by hold_out, with equal rows on one side."""
-    return keep_together(*hold_out(len(hashes), **options), hashes)
+    return keep_equal_on_one_side(*hold_out(len(hashes), **options), hashes)
 
 
 def number_equal(keys: Iterable[Hashable]) -> torch.Tensor:

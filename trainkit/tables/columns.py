@@ -90,7 +90,7 @@ class Column:
             parts += [np.sin(phase), np.cos(phase)]
         return np.stack(parts, axis=1)
 
-    def facts(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, Any]:
         """Return what a prediction needs of it, as keywords of this class."""
         plain = ("unit", "decimal", "example") if self.unit is None else ()
         return {name: value for name, value in vars(self).items() if name not in plain}

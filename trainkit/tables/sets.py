@@ -193,16 +193,16 @@ def make_table_sets(config: TableConfig) -> TableSets:
     metadata["read_options"] = {
         name: getattr(config, name) for name in ("separator", "encoding", "missing_values")
     }
-    inputs, facts = standardise_columns("feature", features, train)
-    metadata |= facts | describe_columns(learned, targets)
+    inputs, scale = standardise_columns("feature", features, train)
+    metadata |= scale | describe_columns(learned, targets)
     if classes:
         outputs = number_classes(table, targets[0])
         plan |= describe_classes(outputs[train], outputs[test], classes, "row")
         metadata["classes"] = classes
     else:
         numbers, _ = encode(table, targets)
-        outputs, facts = standardise_columns("target", numbers, train)
-        metadata |= facts | {"baseline": numbers[train].mean(0).tolist()}
+        outputs, scale = standardise_columns("target", numbers, train)
+        metadata |= scale | {"baseline": numbers[train].mean(0).tolist()}
     train_set = InMemory(inputs[train], outputs[train], fold)
     metadata["edges"] = network.find_edges(train_set.tensors[0])
     plan = rows.plan | describe_use(learned, rows, train) | plan | say_next(config)
@@ -256,11 +256,6 @@ def read_used_rows(config: TableConfig) -> UsedRows:
 def check_table(table: pd.DataFrame, config: TableConfig) -> None:
     """Raise a UsageError if there is nothing to choose, or columns are named that are not there."""
     where = config.where
-    if table.shape[1] == 1:
-        raise UsageError(
-            f"{where}: there is one column, {table.columns[0]!r}, and two are needed: if it is "
-            "several, name what lies between them with --separator, such as ' '"
-        )
     if not len(table):
         raise UsageError(f"{where}: there is no row below the names of the columns")
     if not config.target:
@@ -349,7 +344,7 @@ def split_and_learn(
     hashes, must_repeat = hash_rows(table, targets, learned)
     equal = torch.arange(num_rows) if must_repeat else hashes
     if given is None and len(test):
-        parts = [side.sort().values for side in splits.keep_together(train, test, equal)]
+        parts = [side.sort().values for side in splits.keep_equal_on_one_side(train, test, equal)]
         if all(map(len, parts)) and not torch.equal(parts[0], train):
             train, test = parts
             learned = learn_columns(rows, train.numpy(), config)
@@ -403,7 +398,7 @@ def describe_columns(learned: dict[str, Column], targets: list[Column]) -> dict[
     """Return the metadata of the columns that are used, and the names of the others."""
     columns = [column for column in learned.values() if not column.problem]
     return {
-        "columns": [column.facts() for column in columns],
+        "columns": [column.saved() for column in columns],
         "left_out": [name for name, column in learned.items() if column.problem],
         "features": [name for column in columns for name in column.feature_names()],
         "targets": [column.name for column in targets],
@@ -422,13 +417,13 @@ def standardise_columns(
     if as_is:
         mean, std = np.zeros_like(mean), np.ones_like(std)
     std = np.where(std > 0, std, 1.0)
-    facts = {
+    scale = {
         f"{name}_range": np.stack((rows.min(0), rows.max(0)), 1).tolist(),
         f"{name}_whole": (rows == rows.round()).all(0).tolist(),
         f"{name}_mean": mean.tolist(),
         f"{name}_std": std.tolist(),
     }
-    return torch.from_numpy((numbers - mean) / std).float(), facts
+    return torch.from_numpy((numbers - mean) / std).float(), scale
 
 
 def make_number_sets(features: torch.Tensor, targets: torch.Tensor, config: Any) -> TableSets:
@@ -444,8 +439,8 @@ def make_number_sets(features: torch.Tensor, targets: torch.Tensor, config: Any)
     inputs, metadata = standardise_columns("feature", features.numpy(), train.numpy(), as_is=True)
     learned = {name: Column(name) for name in (f"x{n}" for n in range(features.shape[1]))}
     metadata |= describe_columns(learned, [Column(f"y{n}") for n in range(targets.shape[1])])
-    outputs, facts = standardise_columns("target", targets.numpy(), train.numpy(), as_is=True)
-    metadata |= facts | {"baseline": targets.numpy()[train].mean(0).tolist(), "input": "table"}
+    outputs, scale = standardise_columns("target", targets.numpy(), train.numpy(), as_is=True)
+    metadata |= scale | {"baseline": targets.numpy()[train].mean(0).tolist(), "input": "table"}
     train_set = InMemory(inputs[train], outputs[train])
     eval_set = InMemory(inputs[test], outputs[test], test)
     return TableSets(train_set, eval_set, metadata, say_next(config))
