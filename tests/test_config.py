@@ -257,7 +257,7 @@ def test_a_target_is_a_metric_and_a_value_except_where_the_script_has_its_own():
             parse(TrainingConfig, ["--target", wrong]).validate(1)
     config = parse(TableConfig, ["--data", "x", "--target", "price"])
     assert config.metric_target is None and "target" not in config.resume_may_change
-    with refused("--target-accuracy is now --target eval_accuracy:VALUE"):
+    with refused("--target-accuracy: give --target eval_accuracy:VALUE"):
         parse(TrainingConfig, ["--target-accuracy", "0.99"])
 
 

@@ -40,8 +40,8 @@ WANTED = {int: "a whole number, such as 12", float: "a number, such as 0.5", Pat
 
 # Flags that a script had before every run had --target.
 REPLACED = {
-    "--target-accuracy": "--target eval_accuracy:VALUE",
-    "--target-r2": "--target eval_r2:VALUE",
+    "--target-accuracy": "give --target eval_accuracy:VALUE",
+    "--target-r2": "give --target eval_r2:VALUE",
 }
 
 NOT_SHOWN = tyro.conf.arg(help_behavior_hint="")  # hides the default in --help
@@ -57,13 +57,11 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     assert "__dataclass_fields__" in vars(kind), f"{kind.__name__} lacks @dataclass"
     docstring = sys.modules[kind.__module__].__doc__ or ""  # there is none under python -OO
     words = list(_read_files(sys.argv[1:] if argv is None else argv))
-    for word in (word.partition("=")[0] for word in words):
-        if word in REPLACED and not hasattr(kind, word[2:].replace("-", "_")):
-            raise UsageError(f"{word} is now {REPLACED[word]}")
     script = Path(sys.argv[0]).name
+    moved = REPLACED | getattr(kind, "MOVED", {})  # flags that it had, and what to do
     for name in (word.partition("=")[0] for word in words):
-        if remedy := getattr(kind, "MOVED", {}).get(name):  # flags that it had, and what to do
-            raise UsageError(f"{name}: {remedy}")
+        if name in moved and not hasattr(kind, name[2:].replace("-", "_")):
+            raise UsageError(f"{name}: {moved[name]}")
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):

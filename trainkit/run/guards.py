@@ -134,10 +134,7 @@ class LoopGuard:
         """See whether a gradient comes to a mean of run.step_mean."""
         if self.num_left and mean.requires_grad:
             self.has_mean = True
-            mean.register_hook(self._note_gradient)
-
-    def _note_gradient(self, _: torch.Tensor) -> None:
-        self.has_gradient = True
+            mean.register_hook(lambda _: vars(self).update(has_gradient=True))
 
     def finish_micro_batch(self, is_last: bool) -> None:
         """Raise RuntimeError if nothing was learned from the mean; is_last: a step followed."""

@@ -297,20 +297,9 @@ class Step:
 
         Raises RuntimeError for a second step in the same step of the run.
         """
-        if self.depths[optimizer] == 0:  # a step may call that of the class it extends
-            self._check_step(optimizer)
         self.depths[optimizer] += 1
-
-    def clip_once(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Clip and check the gradients, unless the script itself has done so in this step."""
-        if optimizer not in self.clipped:
-            self._clip(optimizer)
-
-    def leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """torch calls this after each step of an optimizer."""
-        self.depths[optimizer] -= 1
-
-    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.depths[optimizer] > 1:  # a step may call that of the class it extends
+            return
         if optimizer in self.stepped:
             raise RuntimeError(
                 "optimizer.step() was called twice in one step of the run, with the same "
@@ -320,6 +309,15 @@ class Step:
         self.loop.check_zeroed(optimizer)
         shards.forget_whole_weights(self.sharded)
         self.stepped.add(optimizer)
+
+    def clip_once(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Clip and check the gradients, unless the script itself has done so in this step."""
+        if optimizer not in self.clipped:
+            self._clip(optimizer)
+
+    def leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """torch calls this after each step of an optimizer."""
+        self.depths[optimizer] -= 1
 
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the rows of the whole batch, of all processes, and where this process's start.
