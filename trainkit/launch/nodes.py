@@ -160,13 +160,19 @@ def hash_sources() -> dict[str, str]:
     script = Path(sys.argv[0]).resolve()
     kit = Path(__file__).resolve().parents[1]
     loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
-    hashes = {}
-    for path in map(Path, [os.fspath(script), *loaded]):
-        is_beside = script.parent in path.parents and "site-packages" not in path.parts
-        folder = kit.parent if kit in path.parents else script.parent if is_beside else None
-        if folder is not None and path.is_file():
-            hashes[path.relative_to(folder).as_posix()] = digest_file(path)
-    return hashes
+    # Texts, because thousands of modules are compared with them.
+    of_kit, beside = f"{kit}{os.sep}", f"{script.parent}{os.sep}"
+    folders = {str(script): script.parent}
+    for name in loaded:
+        if name.startswith(of_kit):
+            folders[name] = kit.parent
+        elif name.startswith(beside) and "site-packages" not in name:
+            folders[name] = script.parent
+    return {
+        Path(name).relative_to(folder).as_posix(): digest_file(Path(name))
+        for name, folder in folders.items()
+        if Path(name).is_file()
+    }
 
 
 def node_name() -> str:

@@ -8,6 +8,7 @@ attend_without_cudnn by what loads a language model. To measure what those of ru
 
 import contextlib
 import ctypes
+import gc
 import io
 import multiprocessing
 import os
@@ -65,6 +66,7 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
     skip_the_compiler()
     fork_at_rest()
     share_cores()
+    gc.freeze()  # what was imported is no garbage, and need not be looked through again
     try:
         end_with_launcher()
         main()
