@@ -62,6 +62,7 @@ def load_data(config: Config) -> tuple:
     *parts, num_bits, plan = make_samples(sets, config.max_tokens, tokenizer)
     check_tokens(encoder, tokenizer, parts)
     plan = plan | fit_bag(config, len(sets.train))
+    plan["next"] = f"python app.py {shlex.quote(str(config.run_dir))}"
     metadata = {"script": Path(__file__).stem, "input": "text", "classes": sets.classes}
     metadata |= {"encoder": encoder, "max_tokens": config.max_tokens, "num_bits": num_bits}
     return *parts, metadata | sets.columns, plan, tokenizer
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
                     run.save()
             run.end_epoch(*validate(run, model, eval_loader, eval_set, metadata["classes"]))
         write_results(run, tokenizer)
-        return run.finish(f"python app.py {shlex.quote(str(config.run_dir))}")
+        return run.finish()
 
 
 if __name__ == "__main__":
