@@ -13,7 +13,9 @@ Two calls of torch are not used. save(...) waits for the slowest disk in a colle
 disk that is slower than --timeout would be a lost process: here each process writes by itself, with
 the same planner and writer. get_state_dict(...) takes a step with gradients of zero to make the
 state of an optimizer, and names it by weights: here it has the numbers that an optimizer gives it,
-as in the files of save_state, so that either kind of run reads both.
+as in the files of save_state, so that either kind of run reads both. torch's writer copies the rows
+twice before it writes them: of 101 MiB on two processes a save blocked the training for 0.52 s, and
+one that wrote them from memory for 0.14 s.
 
 Nothing is unpickled but by torch.load(weights_only=True), which knows numbers, texts, containers,
 tensors and, by SAFE, the arrays of numpy.
