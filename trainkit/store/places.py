@@ -28,6 +28,8 @@ def trying(what: str, call: Callable[..., T], *args: Any) -> T:
     while True:
         try:
             return call(*args)
+        except LoneFailure:  # of a call within this one, which was tried again there
+            raise
         except Exception as problem:  # each store raises its own kinds: not all are OSError
             cause = problem.__cause__ or problem  # fsspec calls each failure "not found"
             missing = isinstance(cause, FileNotFoundError) or getattr(cause, "status", 0) == 404
