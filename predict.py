@@ -33,7 +33,7 @@ from tyro.conf import Positional
 
 from trainkit.config import flag, parse
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.pictures.files import standardise
+from trainkit.pictures import learn_framing, read_photo, read_photo_pixels, standardise
 from trainkit.reading.paths import refuse_pipe
 from trainkit.reading.predictor import Classifier, Predictor
 from trainkit.repairs.private_names import plain_name
@@ -41,7 +41,6 @@ from trainkit.repairs.replaced import name_without_compiler
 from trainkit.store import records
 from trainkit.store.jsons import from_exact_json
 from trainkit.text import printable
-from trainkit.tools.photos import learn_framing, read_photo
 
 FOLDERS = (Path(__file__).parent, Path(__file__).parent / "examples")  # of training scripts
 
@@ -82,8 +81,6 @@ class PhotoPredictor(PixelClassifier):
     weights = "pretrained/model.safetensors"  # with --freeze the other file has the last layer only
 
     def read(self, path: Path | BytesIO) -> tuple[torch.Tensor, str]:
-        from trainkit.pictures.files import read_photo_pixels
-
         with as_usage_error(f"{path} cannot be read as a picture"):
             sides = self.metadata["resize"], self.metadata["size"]
             pixels = read_photo_pixels(path, *sides, **self.metadata.get("reading", {}))
@@ -243,7 +240,7 @@ def find_pictures(path: Path) -> list[Path]:
         if not path.is_dir():
             return [path]
         below = sorted((file for file in path.rglob("*") if file.is_file()), key=str)
-    from trainkit.pictures.folders import is_picture  # here: pandas takes half a second
+    from trainkit.pictures import is_picture  # here: pandas takes half a second
 
     pictures = [file for file in below if is_picture(file.relative_to(path))]
     if not pictures:

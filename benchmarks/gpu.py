@@ -66,7 +66,7 @@ from benchmarks.preference import peer as dpo_peer
 from examples import finetune as tuning
 from examples import gpt, pictures, preference
 from trainkit.config import parse
-from trainkit.pictures import backbones, photos
+from trainkit.pictures import backbones
 from trainkit.run.profile import Profile
 
 HEAD = "row | ours | bare or peer | ours / theirs | asked | more"
@@ -574,9 +574,9 @@ def photo_steps(size: Size) -> tuple:
             return loop(step, steps)
 
         with (
-            mock.patch.object(backbones, "write_timm_folder"),
+            mock.patch.object(pictures, "write_timm_folder"),
             mock.patch.object(
-                photos, "measure", lambda *_: ({"eval_loss": 0.0, "eval_accuracy": 0.0},)
+                pictures, "measure", lambda *_: ({"eval_loss": 0.0, "eval_accuracy": 0.0},)
             ),
         ):
             # The first process of a network builds the plans of its convolutions: so this is first.

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from benchmarks._runs import Parser, as_text
 from benchmarks.photos import lay_pictures
 from examples import pictures
-from trainkit.pictures import backbones, photos
+from trainkit.pictures import backbones
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=200)
     parser.add_argument("--size", type=int, default=160)
     args = parser.parse_args()
-    make_input, load_data, ratios = pictures.make_input, pictures.load_data, []
+    augment, load_data, ratios = pictures.augment, pictures.load_data, []
     epoch: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
 
@@ -39,12 +39,12 @@ def main() -> None:
         metadata.update(data[3])
         return data
 
-    def timed_input(*batch: Any) -> Any:
+    def timed_augment(*batch: Any) -> Any:
         epoch.setdefault("start", time.process_time())
         epoch.setdefault("steps", 0)
-        epoch["steps"] += len(batch[0].labels) == 32
+        epoch["steps"] += len(batch[0]) == 32
         epoch.setdefault("batch", batch)
-        return make_input(*batch)
+        return augment(*batch)
 
     def compare(*_: Any) -> tuple:
         loop = time.process_time() - epoch["start"]
@@ -54,17 +54,18 @@ def main() -> None:
         optimizer = torch.optim.AdamW(bare.parameters(), 1e-5, fused=True)
         start = time.process_time()
         for _ in range(epoch["steps"]):
-            images, targets = make_input(*epoch["batch"])
-            F.cross_entropy(bare(pictures.standardise(images, metadata)), targets).backward()
+            images, indices = augment(*epoch["batch"]), epoch["batch"][1]
+            labels = indices % len(metadata["classes"])
+            F.cross_entropy(bare(pictures.standardise(images, metadata)), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
         ratios.append((time.process_time() - start) / loop)
         epoch.clear()
         return ({"eval_loss": 0.0, "eval_accuracy": 0.0},)
 
-    pictures.load_data, pictures.make_input = load_and_keep, timed_input
-    photos.measure = compare
-    backbones.write_timm_folder = lambda *_: None  # there are no predictions
+    pictures.load_data, pictures.augment = load_and_keep, timed_augment
+    pictures.measure = compare
+    pictures.write_timm_folder = lambda *_: None  # there are no predictions
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         lay_pictures(args.folder, Path(folder, "data"), args.pictures)
         flags = f"--dataset {folder}/data --size {args.size} --epochs {args.rounds + 1} --drop-last"

@@ -27,7 +27,7 @@ from torch import nn
 from torchvision.utils import save_image
 
 from trainkit.config import MayChange, Optimizer, Schedule, TrainingConfig, parse
-from trainkit.pictures.grey import load_unlabelled
+from trainkit.pictures import load_unlabelled
 
 NUM_NOISE = 64
 FIXED_SEED = 0  # of the noise that evaluation and the drawn samples use

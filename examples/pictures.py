@@ -9,16 +9,17 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
 from trainkit import (
     Run,
+    Share,
     compiled_with_model,
     keyed_uniform,
     make_loaders,
     make_optimizer,
     make_scheduler,
+    parse,
     startup,
 )
 
@@ -26,40 +27,47 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainkit.config import Schedule, Share, parse
-from trainkit.pictures import backbones, photos
-from trainkit.pictures.drawn import draw_input, spread
-from trainkit.pictures.files import cut_centre, standardise
-from trainkit.pictures.shown import how_read
+from trainkit.pictures import (
+    Features,
+    PhotoConfig,
+    choose_layout,
+    draw_input,
+    load_network,
+    load_photos,
+    make_network,
+    measure,
+    standardise,
+    write_timm_folder,
+)
 
-make_model = backbones.make_network  # for predict.py, which loads the weights into it
+make_model = make_network  # for predict.py, which loads the weights into it
 NUM_SEEN = 12_000  # by default at least so many are trained on, unless 20 epochs have fewer
 
 
 @dataclass
-class Config(photos.PhotoConfig):
+class Config(PhotoConfig):
     balance: bool = False  # draw all classes equally often
     smallest_crop: Share = 0.6  # the smallest share of a picture's area in a random crop
     colour: Share = 0.3  # largest change of brightness, contrast and saturation
-    mix: Literal["mixup", "cutmix"] | None = None  # blend a second picture in, or a piece of it
     label_smoothing: Share = 0.1  # of the training loss
     run_dir: Path = Path("runs/pictures")
     batch_size: int = 32
     eval_batch_size: int = 64
-    schedule: Schedule = "onecycle"
-    warmup: float = 0.2
 
     def find_problems(self, num_processes: int) -> list[str]:
-        changed = self.freeze and (self.mix or (self.smallest_crop, self.colour) != (0.6, 0.3))
         problems = super().find_problems(num_processes)
-        if changed:
-            problems.append("--freeze augments nothing: leave out --mix, --smallest-crop, --colour")
+        if self.freeze and (self.smallest_crop, self.colour) != (0.6, 0.3):
+            problems.append("--freeze augments nothing: leave out --smallest-crop, --colour")
         return problems
 
 
-def augment(images: torch.Tensor, keys: torch.Tensor, epoch: int, config: Config) -> torch.Tensor:
-    """Crop, flip and colour each picture by amounts fixed by (seed, epoch, key) alone."""
-    return change(images, keyed_uniform(config.seed, epoch, keys, 8), config)
+def augment(
+    images: torch.Tensor, indices: torch.Tensor, epoch: int, config: Config
+) -> torch.Tensor:
+    """Crop, flip and colour each picture by amounts fixed by (seed, epoch, sample index) alone."""
+    if config.freeze:  # they are features, which cannot be augmented
+        return images
+    return change(images, keyed_uniform(config.seed, epoch, indices, 8), config)
 
 
 @compiled_with_model  # where the YAML compiles
@@ -75,46 +83,24 @@ def change(images: torch.Tensor, numbers: torch.Tensor, config: Config) -> torch
     y = points * sides[:, 1:] + centres[:, 1:]
     grid = torch.stack(torch.broadcast_tensors(x[:, None], y[:, :, None]), -1)
     images = F.grid_sample(images.float(), grid, align_corners=False, padding_mode="border")
-    return photos.recolour(images, 1 + config.colour * (2 * numbers[:, 5:] - 1))
-
-
-def make_input(batch: Any, epoch: int, config: Config, train: photos.Photos) -> tuple:
-    """Return what the network gets, and the share of each class in each sample."""
-    images = batch.images
-    targets = F.one_hot(batch.labels, len(train.classes)).float()
-    if config.freeze:  # the images are features, which cannot be augmented
-        return images, targets
-    images = augment(images, batch.indices, epoch, config)
-    if config.mix is None:
-        return images, targets
-    keys = batch.indices + len(train)
-    numbers = keyed_uniform(config.seed, epoch, keys, 4)  # the first chose it
-    second = augment(batch.second_images, keys, epoch, config)
-    shares = F.one_hot(batch.second_labels, len(train.classes))
-    return photos.mix_photos(config.mix, (images, targets), (second, shares), numbers[:, 1:])
-
-
-def first_input(config: Config, train: photos.Photos, held_out: photos.Photos) -> dict:
-    """Return some pictures of each side as the network gets them, and their classes."""
-    batch = train.pick(spread(train))
-    evaluated = held_out.pick(spread(held_out))
-    images = batch.images
-    if not config.freeze:
-        images, _ = make_input(batch, 0, config, train)
-    sides = {"to train on": (images, batch.labels)}
-    sides["to evaluate on"] = (evaluated.images, evaluated.labels)
-    return {title: (cut_centre(x, config.size), y) for title, (x, y) in sides.items()}
+    # Change the colours, 0 to 255.
+    factors = 1 + config.colour * (2 * numbers[:, 5:] - 1)
+    brightness, contrast, saturation = factors.view(-1, 3, 1, 1, 1).unbind(1)
+    grey = images.mean(1, keepdim=True)
+    images = grey * (1 - saturation) + images * saturation
+    return ((images - 127.5) * contrast + 127.5).mul_(brightness).clamp_(0, 255)
 
 
 def load_data(config: Config) -> tuple:
     """Return the photos to train and evaluate on, the network, its metadata, the plan's lines."""
-    network, metadata, lines = backbones.load_network(config)
-    train, held_out, plan = photos.load_sets(config)
-    epochs = 20 if config.freeze else min(20, max(5, NUM_SEEN // len(train)))
+    network, metadata, lines = load_network(config)
+    train_set, eval_set, plan = load_photos(config)
+    epochs = 20 if config.freeze else min(20, max(5, NUM_SEEN // len(train_set)))
     config.set_unset({"epochs": epochs})
-    metadata |= {"script": Path(__file__).stem, "classes": train.classes}
-    metadata |= {"reading": how_read(train.split, held_out.split)}
-    return train, held_out, network, metadata, plan | lines
+    metadata |= {"script": Path(__file__).stem, "classes": train_set.classes}
+    metadata |= {"reading": train_set.split.reading}
+    next_command = f"python app.py {shlex.quote(str(config.run_dir))}"
+    return train_set, eval_set, network, metadata, plan | lines | {"next": next_command}
 
 
 def make_head(network: nn.Module, classes: list[str]) -> nn.Linear:
@@ -136,21 +122,20 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     config = parse(Config, argv)
     with Run(config, "pictures") as run:
         accelerator = run.accelerator
-        train, held_out, network, metadata, plan = run.load(load_data)
-        model = head = make_head(network, train.classes)
+        train_set, eval_set, network, metadata, plan = run.load(load_data)
+        model = head = make_head(network, train_set.classes)
         groups = [{"params": [*head.parameters()]}]
-        train_set = photos.with_second(train, config.seed) if config.mix else train
-        sets = [train_set, held_out]
-        num_seen = config.epochs * len(train) / accelerator.num_processes
-        layout = backbones.choose_layout(accelerator.device, num_seen)
+        sets = [train_set, eval_set]
+        num_seen = config.epochs * len(train_set) / accelerator.num_processes
+        layout = choose_layout(accelerator.device, num_seen)
         if config.freeze:  # the last layer alone is trained, on what it gets for each picture
-            sets = [backbones.Features(part) for part in sets]
+            sets = [Features(part) for part in sets]
         else:
             model = network.to(memory_format=layout)
             body = [w for w in model.parameters() if all(w is not x for x in head.parameters())]
             groups.append({"params": body, "lr": config.peak_learning_rate / 3})
         train_but_norms(model)
-        weights = 1 / train.labels.bincount()[train.labels] if config.balance else None
+        weights = 1 / train_set.labels.bincount()[train_set.labels] if config.balance else None
         loaders = make_loaders(accelerator, *sets, config, weights=weights)
         optimizer = make_optimizer(accelerator, groups, config)
         scheduler = make_scheduler(optimizer, config, run.steps_per_epoch)
@@ -158,16 +143,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             model, optimizer, *loaders, scheduler
         )
         run.begin(model, metadata, plan)
-        draw_input(run, lambda: first_input(config, train_set, held_out), train.classes)
+        draw_input(run, train_set, eval_set, metadata, lambda x, i: augment(x, i, 0, config))
         if config.freeze:
             for part in sets:  # now that the plan is on the screen, because this takes longest
                 part.compute(accelerator, network, metadata)
 
         for epoch in run.epochs():
-            for batch in run.steps(train_loader):
+            for images, labels, indices in run.steps(train_loader):
                 with accelerator.accumulate(model):
-                    images, targets = make_input(batch, epoch, config, train)
-                    logits = model(standardise(images, metadata, layout))
+                    seen = augment(images, indices, epoch, config)
+                    logits = model(standardise(seen, metadata, layout))
+                    targets = F.one_hot(labels, len(train_set.classes)).float()
                     losses = F.cross_entropy(
                         logits, targets, reduction="none", label_smoothing=config.label_smoothing
                     )
@@ -176,18 +162,18 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     scheduler.step()
                     optimizer.zero_grad()
                 run.add(
-                    loss=F.cross_entropy(logits.detach(), batch.labels, reduction="none"),
+                    loss=F.cross_entropy(logits.detach(), labels, reduction="none"),
                     loss_smoothed=losses,  # what is minimised
-                    accuracy=logits.argmax(1) == batch.labels,
+                    accuracy=logits.argmax(1) == labels,
                 )
                 if run.end_step():
                     run.save()
             logits = run.predict(
                 eval_loader, lambda b: model(standardise(b.images, metadata, layout))
             )
-            run.end_epoch(*photos.measure(logits, held_out))
-        backbones.write_timm_folder(run, network, metadata)
-        return run.finish(f"python app.py {shlex.quote(str(config.run_dir))}")
+            run.end_epoch(*measure(logits, eval_set))
+        write_timm_folder(run, network, metadata)
+        return run.finish()
 
 
 if __name__ == "__main__":

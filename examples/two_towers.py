@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.config import MayChange, Schedule, TrainingConfig, parse
-from trainkit.pictures.grey import load_unlabelled
+from trainkit.pictures import load_unlabelled
 
 WIDTH = 64
 NUM_CHOICES = 1000  # in an evaluation: chance is 0.001

@@ -176,7 +176,7 @@ def _serve():
     modules = "torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint tqdm.auto"
     modules += " pandas pyarrow.parquet matplotlib.figure matplotlib.backends.backend_agg"
     modules += " datasets numpy.ctypeslib torchvision trainkit.pictures.grey"
-    modules += " trainkit.pictures.shown trainkit.pictures.drawn trainkit.rows.parquet"
+    modules += " trainkit.pictures.drawn trainkit.rows.parquet"
     modules += " trainkit.tables.sets trainkit.texts.texts trainkit.language.pretrained"
     if importlib.util.find_spec("timm"):
         modules += " timm"

@@ -10,7 +10,8 @@ from plain import quick
 
 import train_mnist
 from benchmarks import _cv_example, _runs, gpu, peers
-from trainkit.pictures.grey import load_images
+from trainkit.config import parse
+from trainkit.pictures import GreyConfig, load_grey
 
 pytestmark = linux_only  # they read the memory of processes and use mallopt
 
@@ -117,8 +118,9 @@ def test_peers_find_the_shipped_pictures_and_the_same_network(small_mnist, tmp_p
     from torchvision.datasets import MNIST
 
     peers.lay_data(tmp_path, 200)
-    for split in ("train", "test"):
-        images, labels = load_images(str(small_mnist), split, 28)[0].tensors
+    sets = load_grey(parse(GreyConfig, ["--dataset", str(small_mnist)]), 28)
+    for split, part in zip(("train", "test"), sets, strict=False):
+        images, labels = part.tensors
         for folder in ("data", "Datasets"):
             theirs = MNIST(tmp_path / folder, train=split == "train")
             assert torch.equal(theirs.data, images[:200, 0])

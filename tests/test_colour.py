@@ -31,12 +31,10 @@ from made_pictures import (
     photo,
 )
 from PIL import Image, PngImagePlugin
-from torch.utils.data import default_collate
 
 from examples import pictures
 from trainkit.config import parse
 from trainkit.errors import UsageError
-from trainkit.numbers.randoms import keyed_uniform
 from trainkit.pictures import backbones, decoding, files, photos, splits
 from trainkit.pictures.files import read_photo_pixels
 from trainkit.pictures.grey import are_photos
@@ -121,9 +119,9 @@ def test_a_file_of_any_kind_has_its_colours(name, tmp_path):
     assert torch.equal(pixels.permute(1, 2, 0), torch.from_numpy(values)[4:28, 4:28].byte())
 
 
-def load(folder: Path, *flags: object) -> tuple[photos.Photos, dict[str, str]]:
+def load(folder: Path, *flags: object) -> tuple[photos.Photos, photos.Photos, dict[str, str]]:
     words = ["--dataset", str(folder), "--size", "16", "--resize", "16", *map(str, flags)]
-    return photos.load_photos(parse(pictures.Config, words), "train")
+    return photos.load_photos(parse(pictures.Config, words))
 
 
 FIVE = [f"{name}/{n}.png" for name in "ab" for n in range(5)]
@@ -138,16 +136,16 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(tmp_
         load(tmp_path)
     problems, command = str(refusal.value).split("\n")
     assert all(name in problems for name in bad) and command.endswith(" --skip-unreadable")
-    found, plan = load(tmp_path, "--skip-unreadable")
-    assert len(found) == 8 and "4 left out" in plan["unreadable"]
+    found, held_out, plan = load(tmp_path, "--skip-unreadable")
+    assert len(found) + len(held_out) == 10 and "4 left out" in plan["unreadable"]
     assert found.pick(torch.arange(8))[0].shape == (8, 3, 16, 16)
 
 
 def test_a_set_of_the_hub_is_read(tmp_path, monkeypatch):
     parquet(tmp_path, made := dataset())
-    expected, _ = load(tmp_path)
+    expected, *_ = load(tmp_path)
     monkeypatch.setattr(splits, "load_by_datasets", {"owner/name": made}.__getitem__)
-    found, _ = load(Path("owner/name"))
+    found, *_ = load(Path("owner/name"))
     assert all(map(torch.equal, found.pick(torch.arange(60)), expected.pick(torch.arange(60))))
     assert found.classes == NAMES
 
@@ -167,10 +165,8 @@ def test_a_network_with_layer_norm_comes_from_the_hub_and_its_result_is_another_
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     flags = ["--dataset", tmp_path / "data", "--size", 32, "--epochs", 2, "--no-pictures"]
     flags += ["--run-dir", tmp_path / "run", "--base"]
-    for more in (["owner/name", "--mix=mixup"], [tmp_path / "run/pretrained", "--freeze"]):
+    for more in (["owner/name"], [tmp_path / "run/pretrained", "--freeze"]):
         assert run_main("examples.pictures", *flags, *more)["eval_samples"] == 8
-    with refused("leave out --mix"):
-        run_main("examples.pictures", *flags, tmp_path, "--freeze", "--mix=mixup")
 
 
 def strips(folder: Path, size: tuple[int, int] = (300, 30)):
@@ -215,56 +211,6 @@ def test_what_of_wide_pictures_is_seen_is_said_and_the_same_for_predict(
             assert ((end - torch.tensor(colour)).abs().max() < 40) == seen, end
 
 
-@pytest.mark.parametrize("flags", [[], ["--mix=cutmix"], ["--freeze"]])
-def test_the_first_pictures_are_shown_as_they_go_in(flags, tmp_path):
-    strips(tmp_path, (60, 40))
-    words = ["--dataset", str(tmp_path), "--size=32", "--resize=36", *flags]
-    config = parse(pictures.Config, words)
-    train, held_out, _ = photos.load_sets(config)
-    if config.mix:
-        train = photos.with_second(train, config.seed)
-    sides = pictures.first_input(config, train, held_out)
-    (trained, labels), (evaluated, targets) = sides.values()
-    assert trained.shape == (16, 3, 32, 32) and evaluated.shape == (4, 3, 32, 32)
-    assert labels.tolist() == [0] * 8 + [1] * 8 and targets.tolist() == [0, 0, 1, 1]
-    whole = held_out.pick(torch.arange(4)).images
-    assert torch.equal(evaluated, files.cut_centre(whole, 32))
-    centres = files.cut_centre(train.pick(torch.arange(16)).images, 32)
-    assert torch.equal(trained, centres) == config.freeze
-
-
-def test_what_is_mixed_in_is_new_in_each_epoch_and_the_same_if_each_photo_is_decoded(tmp_path):
-    strips(tmp_path, (61, 41))  # which no other test has stored
-    sets = []
-    for more in (["--cache-bytes=0"], []):  # in this order: what is stored is not decoded again
-        words = ["--dataset", str(tmp_path), "--size=32", "--resize=36", "--mix=mixup", *more]
-        config = parse(pictures.Config, words)
-        train = photos.load_sets(config)[0]
-        sets.append(photos.with_second(train, config.seed))
-        assert sets[-1].fingerprint() == train.fingerprint() and len(sets[-1]) == len(train)
-    decoded, stored = sets
-    sets.append(moved := stored.to(torch.device("cpu")))
-    assert moved is not stored and stored.nbytes == len(train) * 36 * 36 * 3
-    other = photos.with_second(type("Other", (photos.Photos,), {})(train.split), config.seed)
-    assert other.to(torch.device("cpu")) is other  # it may make other batches
-    indices = torch.tensor([3, 0, 5])
-    seconds = []
-    for epoch in (0, 1):
-        for part in sets:
-            part.set_epoch(epoch)
-        batch = stored.pick(indices)
-        of_workers = default_collate([decoded[int(n)] for n in indices])
-        there = moved.make_batch(indices)
-        assert there.images.stride() == batch.images.stride()
-        for fields in zip(batch, decoded.pick(indices), of_workers, there, strict=True):
-            assert all(torch.equal(fields[0], field) for field in fields)
-        numbers = keyed_uniform(config.seed, epoch, indices + len(train), 4)
-        second = (numbers[:, 0] * len(train)).long()
-        assert torch.equal(batch.second_images, train.pick(second).images)
-        seconds.append(second.tolist())
-    assert seconds[0] != seconds[1]
-
-
 def test_on_a_card_few_pictures_are_contiguous_in_memory_and_have_the_same_numbers():
     card, host = torch.device("cuda"), torch.device("cpu")
     few, many = backbones.MANY_PICTURES - 1, backbones.MANY_PICTURES
@@ -281,19 +227,19 @@ def test_on_a_card_few_pictures_are_contiguous_in_memory_and_have_the_same_numbe
 
 def test_pictures_that_are_hardly_longer_than_wide_are_cropped_and_the_share_is_said(tmp_path):
     strips(tmp_path / "data", (60, 30))
-    _, _, plan = photos.load_sets(
+    _, _, plan = photos.load_photos(
         parse(pictures.Config, ["--dataset", f"{tmp_path}/data", "--resize=32"])
     )
     assert plan["fit"].startswith("the centre squares are read: 50.0% of the pictures' area is cut")
     strips(tmp_path / "square", (40, 40))
     config = parse(pictures.Config, ["--dataset", f"{tmp_path}/square", "--resize=32"])
-    assert "fit" not in photos.load_sets(config)[-1]
+    assert "fit" not in photos.load_photos(config)[-1]
 
 
 def test_a_single_class_is_one_sentence(tmp_path):
     fill(tmp_path, "a/0.png", "a/1.png")
-    with refused(r"of one class, a: .* --labels$"):
-        photos.load_sets(parse(pictures.Config, ["--dataset", str(tmp_path), "--resize", "16"]))
+    with refused(r"of one class, a: .* --label$"):
+        photos.load_photos(parse(pictures.Config, ["--dataset", str(tmp_path), "--resize", "16"]))
 
 
 def test_pictures_that_say_nothing_and_what_is_in_two_classes_are_named(tmp_path):
@@ -307,51 +253,18 @@ def test_pictures_that_say_nothing_and_what_is_in_two_classes_are_named(tmp_path
     sets = [
         ["--dataset", str(tmp_path / name), "--size=16", "--resize=16"] for name in ("few", "white")
     ]
-    train, _, plan = photos.load_sets(parse(pictures.Config, sets[0]))
+    train, _, plan = photos.load_photos(parse(pictures.Config, sets[0]))
     assert plan["unlike"] == "2 of 15 pictures look as one of another class"
     assert 3 in train.labels  # the only one of its class is trained on
     with refused(r"all 12 pictures look the same"):
-        photos.load_sets(parse(pictures.Config, sets[1]))
-
-
-def load_listed(folder: Path, table: str) -> photos.Photos:
-    fill(folder / "data", *FIVE, "first.png", "second.png")
-    (folder / "labels.csv").write_text(table)
-    return load(folder / "data", "--labels", folder / "labels.csv")[0]
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        "file,kind\na/0.png,x\na/1.png,y\nb/2.png,x\n",
-        "kind,id\nx,first\ny,second\n",
-        "id,breed\nfirst,x\nsecond.png,y\n",
-    ],
-)
-def test_a_list_of_names_and_classes_takes_the_place_of_folders(table, tmp_path):
-    assert load_listed(tmp_path, table).classes == ["x", "y"]
-
-
-@pytest.mark.parametrize(
-    "table, said",
-    [
-        ("file,kind\n0.png,x\n", "0.png means several pictures"),
-        ("file,kind\na/0.png,x\nc/9.png,x\n", "c/9.png is not a picture"),
-        ("file,kind\na/0.png,x\na/0.png,y\n", "a/0.png has no single class"),
-        ("file\na/0.png\n", "no column of"),
-        ("file,kind\n9,x\n", "no column of .* has the names of pictures"),
-    ],
-)
-def test_a_list_that_cannot_be_meant_is_one_sentence(table, said, tmp_path):
-    with refused(said):
-        load_listed(tmp_path, table)
+        photos.load_photos(parse(pictures.Config, sets[1]))
 
 
 def test_pictures_beyond_cache_bytes_are_the_same(tmp_path, monkeypatch):
     fill(tmp_path / "data", *FIVE)
-    stored, _ = load(tmp_path / "data")
+    stored, *_ = load(tmp_path / "data")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "other"))
-    decoded, plan = load(tmp_path / "data", "--cache-bytes", 0)
+    decoded, _, plan = load(tmp_path / "data", "--cache-bytes", 0)
     assert "use --num-workers" in plan["decoding"]
     pixels, labels, _ = decoded.pick(torch.tensor([3, 0]))
     assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
@@ -390,22 +303,6 @@ def test_two_runs_may_decode_the_same_pictures_at_once(tmp_path, monkeypatch):
     assert len([*(tmp_path / "cache/pictures").iterdir()]) == 2
 
 
-def test_processes_share_the_batches_of_rows_that_are_computed(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
-
-    def compute_in(rank: int) -> tuple[torch.Tensor, list[torch.Size]]:
-        """The rows of one process, to which the others' are added, and the sizes of the sums."""
-        process, sizes = mock.Mock(device="cpu", num_processes=2, process_index=rank), []
-        process.reduce = lambda values: sizes.append(values.shape) or values
-        process.is_main_process = False
-        numbers = torch.arange(1, 51)[:, None]
-        return compute_once(process, "rows", (50, 1), 2, numbers.__getitem__), sizes
-
-    (first, sizes), (second, same) = map(compute_in, range(2))
-    assert (first + second).flatten().tolist() == [*range(1, 51)] and sizes == same
-    assert first.any() and second.any() and not (first * second).any()
-
-
 def test_rows_of_a_run_that_was_killed_are_not_computed_again(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     process = mock.Mock(device="cpu", num_processes=1, process_index=0, is_main_process=True)
@@ -427,45 +324,6 @@ def test_rows_of_a_run_that_was_killed_are_not_computed_again(tmp_path, monkeypa
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["rows.safetensors"]
     assert torch.equal(compute_once(process, "x/rows", (100, 1), 2, compute), rows)
     assert len(computed) == 54
-
-
-@pytest.mark.parametrize("stored", [True, False])
-def test_pictures_that_were_decoded_before_a_kill_are_not_decoded_again(
-    tmp_path, monkeypatch, stored
-):
-    monkeypatch.setattr(decoding, "LARGEST", 1)
-    monkeypatch.setattr(decoding, "PART", 4)
-    paths = []
-    for number in range(19):
-        paths.append(str(tmp_path / f"{number}.png"))
-        Image.new("L", (4, 4), number).save(paths[-1])
-    Path(paths[7]).write_text("not a picture")
-    rows = datasets.Dataset.from_dict({"image": paths}, datasets.Features(image=datasets.Image()))
-    cells = rows.cast_column("image", datasets.Image(decode=False))
-    decoded = []
-
-    def read(path: Path, side: int) -> tuple[np.ndarray, str]:
-        decoded.append(int(Path(path).stem))
-        if len(decoded) == 11:
-            raise KeyboardInterrupt
-        return files.read_square(path, side, fit="crop")
-
-    def decode(folder: str) -> decoding.Decoded:
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / folder))
-        return decoding.decode_once(cells, (1, 4, 4), read, b"key", stored)
-
-    with pytest.raises(KeyboardInterrupt):
-        decode("cache")
-    again = decode("cache")
-    assert decoded[11:] == [*range(8, 19)]  # all after two parts of four
-    whole = decode("other")
-    assert len(decoded) == 11 + 11 + 19
-    assert again[1:3] == whole[1:3] and torch.equal(again.hashes, whole.hashes)
-    assert [*again.problems] == [7]
-    written = [
-        {p.name: p.read_bytes() for p in each.path.parent.iterdir()} for each in (again, whole)
-    ]
-    assert written[0] == written[1] and len(written[0]) == 1 + stored
 
 
 def test_the_worst_classes_are_named_and_what_an_accuracy_is_worth(tmp_path):
@@ -515,13 +373,13 @@ def test_a_crop_depends_on_seed_epoch_and_sample_alone():
 def test_balance_draws_all_classes_equally_often(tmp_path, run_main, monkeypatch):
     pytest.importorskip("timm")
     fill(tmp_path / "data", *(f"{'a' if n < 80 else 'b'}/{n}.png" for n in range(100)))
-    drawn, make_input = [], pictures.make_input
+    drawn, augment = [], pictures.augment
 
-    def spy(batch: photos.Batch, *more: object) -> tuple:
-        drawn.extend(batch.labels.tolist())
-        return make_input(batch, *more)
+    def spy(images: torch.Tensor, indices: torch.Tensor, *more: object) -> torch.Tensor:
+        drawn.extend((images[:, 0, 0, 0] < 160).tolist())
+        return augment(images, indices, *more)
 
-    monkeypatch.setattr(pictures, "make_input", spy)
+    monkeypatch.setattr(pictures, "augment", spy)
     flags = "--model test_convnext --scratch --size 32 --no-pictures --balance --epochs 5 --dataset"
     run_main("examples.pictures", *flags.split(), tmp_path / "data", "--run-dir", tmp_path / "run")
     assert len(drawn) == 405 and 150 < sum(drawn) < 250  # by chance one in 10^6 is not; else 80

@@ -8,8 +8,9 @@ from conftest import NUM_TRAIN, ROOT, rows
 from double import SAME
 from safetensors.torch import load_file, save_file
 
+from trainkit.config import parse
 from trainkit.numbers.loaders import EpochBatches
-from trainkit.pictures.grey import load_images
+from trainkit.pictures import GreyConfig, load_grey
 
 BATCH_SIZE, NUM_STEPS = 40, 25
 SHARED = f"--model lenet --no-augment --label-smoothing 0 --batch-size {BATCH_SIZE} --epochs 1"
@@ -32,7 +33,7 @@ slow = pytest.mark.slow
 def test_the_program_and_the_script_give_the_same_losses_and_weights(
     program, small_mnist, tmp_path, fork_main
 ):
-    images, labels = load_images(str(small_mnist), "train", 28)[0].tensors
+    images, labels = load_grey(parse(GreyConfig, ["--dataset", str(small_mnist)]), 28)[0].tensors
     epoch = EpochBatches(NUM_TRAIN, BATCH_SIZE, seed=0, drop_last=True)
     data, losses_path = tmp_path / "data.safetensors", tmp_path / "losses.json"
     save_file(

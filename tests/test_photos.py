@@ -7,8 +7,8 @@ from conftest import first_pictures
 from PIL import Image, ImageFilter, ImageOps
 
 import predict
+from trainkit.pictures import framing
 from trainkit.reading.predictor import calibrate
-from trainkit.tools import photos
 
 KINDS = ("uneven light", "on a table", "pencil", "coloured ink", "lined", "turned", "no contrast")
 
@@ -88,18 +88,18 @@ def test_two_digits_are_called_unsure(mnist_run, tmp_path):
 
 def test_digits_of_any_size_and_ink_are_framed_as_mnists_are(mnist_run):
     images = predict.load_run(mnist_run).evaluated["image"]
-    assert photos.learn_framing(images) == {"border": [0, 0], "framed": True}
+    assert framing.learn_framing(images) == {"border": [0, 0], "framed": True}
     digit = Image.fromarray(images[0, 0].numpy())
     pages = [photograph(digit, kind, np.random.default_rng(0)) for kind in ("lined", "no contrast")]
     for side in (4, 8, 64, 2000):
         pages += [ImageOps.invert(digit.resize((side, side), Image.Resampling.BICUBIC))]
     pages += [digit.resize((300, 300))]  # bright on dark
     for page in pages:
-        pixels = photos.frame_ink(photos.choose_groups(photos.find_ink(page))[0], 28).float()
+        pixels = framing.frame_ink(framing.choose_groups(framing.find_ink(page))[0], 28).float()
         rows, columns = ((pixels > 64).any(dim).nonzero()[:, 0] for dim in (1, 0))
         assert 18 <= max(rows[-1] - rows[0], columns[-1] - columns[0]) + 1 <= 21, page.size
         centre = (pixels.sum(1) * torch.arange(28)).sum() / pixels.sum()
-        assert centre.item() == pytest.approx(14, abs=0.6) and photos.border_of(pixels).max() == 0
+        assert centre.item() == pytest.approx(14, abs=0.6) and framing.border_of(pixels).max() == 0
         if page.width > 4:
             far = (pixels - images[0, 0]).abs().mean() / images[0, 0].float().mean()
             assert far < 0.85, (page.size, far)

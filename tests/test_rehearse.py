@@ -36,7 +36,7 @@ EXAMPLES = {
     "text": f"examples/text.py {SMALL} --num-lines 109",
     "gan": f"examples/gan.py {SMALL} --dataset {{tiny}}",
     "two_towers": f"examples/two_towers.py {SMALL} --dataset {{tiny}}",
-    "pictures": f"{PHOTOS} --base {{photos}}/base --mix cutmix --balance",
+    "pictures": f"{PHOTOS} --base {{photos}}/base --balance",
     "frozen": f"{PHOTOS} --base {{photos}}/base --freeze",
     "gpt": "examples/gpt.py --num-bytes 16000 --batch-size 24 --layers 1 --width 32 --ema 0.9",
 }

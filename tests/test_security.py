@@ -20,13 +20,13 @@ import predict
 import train_mnist
 from trainkit.hashes import digest_file
 from trainkit.launch import startup
-from trainkit.pictures import grey as pictures
+from trainkit.pictures import load_unlabelled, read_photo
 from trainkit.reading import frames
 from trainkit.store import atomic as files
 from trainkit.store import records
 from trainkit.store.manifest import FORMAT, verify
 from trainkit.store.weights import read_weights, write_tensors
-from trainkit.tools import photos, plots
+from trainkit.tools import plots
 
 PRECIOUS = "what nobody may touch"
 
@@ -77,7 +77,7 @@ READERS = {
     "pytorch_model.bin": lambda path: read_weights(path, torch.nn.Linear(1, 1)),
     "predictions.safetensors": records.load_predictions,
     "metrics.jsonl": lambda path: plots.main([str(path.parent)]),
-    "picture.png": lambda path: photos.read_photo(path, 28, {}),
+    "picture.png": lambda path: read_photo(path, 28, {}),
     **{f"table.{kind}": lambda path: frames.read_table(str(path), str(path))
        for kind in ("parquet", "json", "csv.gz")},
 }  # fmt: skip
@@ -100,10 +100,10 @@ def test_a_script_in_a_folder_of_data_is_not_executed(tmp_path):
     folder, mark = tmp_path / "data", tmp_path / "executed"
     parquet(folder, dataset())
     for name in ("dataset.py", "__init__.py", "data.py"):  # the last is what datasets once ran
-        assert len(pictures.load_images(str(folder), "train", 28)[0]) == 60
+        assert len(load_unlabelled(str(folder), 28, None)[0]) == 60
         (folder / name).write_text(f"open({str(mark)!r}, 'w')")
     with refused("scripts are no longer supp"):
-        pictures.load_images(str(folder), "train", 28)
+        load_unlabelled(str(folder), 28, None)
     with refused("is not a table"):
         frames.read_table(str(folder / "data.py"), "--data x")
     assert not mark.exists()

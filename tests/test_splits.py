@@ -297,12 +297,12 @@ def pictures_of(script, *flags):
     """The classes of both sides as names, the values of the pictures to evaluate on, the plan."""
     flags = ["--dataset", *map(str, flags)]
     if script == "mnist":
-        train, held_out, metadata = train_mnist.load_data(parse(train_mnist.Config, flags))
-        labels, plan = [part.tensors[1] for part in (train, held_out)], metadata["plan"]
+        train, held_out, metadata, plan = train_mnist.load_data(parse(train_mnist.Config, flags))
+        labels = [part.tensors[1] for part in (train, held_out)]
         classes = metadata["classes"]
     else:
         config = parse(pictures.Config, [*flags, "--size", "28", "--resize", "28"])
-        train, held_out, plan = photos.load_sets(config)
+        train, held_out, plan = photos.load_photos(config)
         labels, classes = [part.labels for part in (train, held_out)], train.classes
     return *([classes[n] for n in side] for side in labels), plan
 
@@ -416,37 +416,14 @@ def test_the_split_of_pictures_that_is_evaluated_has_labels_and_is_said(tmp_path
     assert plan["evaluated on"] == f"a share of the others; not read: {unread}"
 
 
-def test_a_list_of_labels_of_its_own_goes_with_the_pictures_to_evaluate_on(tmp_path):
-    save_shaded(tmp_path / "set", *range(10, 30))
-    save_shaded(tmp_path / "new", *range(30, 34))
-    for name, files in (("set", range(10, 30)), ("new", range(30, 33))):
-        lines = ["file,kind", *(f"{n}.png,{'ab'[n % 2]}" for n in files)]
-        (tmp_path / f"{name}.csv").write_text("\n".join(lines))
-    flags = [tmp_path / "set", "--labels", tmp_path / "set.csv", "--eval-data", tmp_path / "new"]
-    train, held_out, _ = pictures_of("photos", *flags, "--eval-labels", tmp_path / "new.csv")
-    assert train == ["a", "b"] * 10 and held_out == ["a", "b", "a"]
-    config = parse(pictures.Config, ["--dataset", *map(str, flags[:3]), "--resize", "28"])
-    before = photos.load_photos(config, "train")[0].fingerprint()
-    text = (tmp_path / "set.csv").read_text()
-    (tmp_path / "set.csv").write_text(text.replace("10.png,a", "10.png,b"))
-    assert photos.load_photos(config, "train")[0].fingerprint() != before
-    with pytest.raises(UsageError, match=r"--eval-data .*/new: 30.png is in no class"):
-        pictures_of("photos", *flags)
-    with pytest.raises(UsageError, match=r"^--eval-labels .*set.csv: no column"):
-        pictures_of("photos", *flags, "--eval-labels", tmp_path / "set.csv")
-
-
 def test_pictures_given_to_evaluate_on_leave_no_part_to_hold_out():
     config = parse(train_mnist.Config, ["--eval-data", "x", "--validation-split", "5"])
     with pytest.raises(UsageError, match="--validation-split 5 does nothing with --eval-data"):
         config.validate(1)
-    config = parse(pictures.Config, ["--dataset", "x", "--eval-labels", "y.csv"])
-    with pytest.raises(UsageError, match=r"--eval-labels y.csv does nothing without --eval-data"):
-        config.validate(1)
 
 
 @posix_only
-@pytest.mark.parametrize("flag", ["--data", "--eval-data", "--labels", "--dataset", ""])
+@pytest.mark.parametrize("flag", ["--data", "--eval-data", "--dataset", ""])
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path, flag):
     pipe = tmp_path / "rows.jsonl"
     os.mkfifo(pipe)
@@ -456,7 +433,6 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, flag):
     read = {
         "--data": lambda: formats.read_chat_rows(str(pipe), None),
         "--eval-data": lambda: formats.read_chat_rows(str(tmp_path / "ok.jsonl"), str(pipe)),
-        "--labels": lambda: pictures_of("photos", tmp_path / "set", "--labels", pipe),
         "--dataset": lambda: pictures_of("mnist", pipe),
         "": lambda: ParquetRows(str(pipe), "id"),
     }
@@ -593,7 +569,7 @@ def test_the_split_in_a_column_of_texts_is_evaluated(tmp_path):
     ("script", "where"),
     [
         *(("mnist", "metadata.csv"), ("mnist", "rows.parquet")),
-        *(("photos", "metadata.csv"), ("photos", "rows.parquet"), ("photos", "list")),
+        *(("photos", "metadata.csv"), ("photos", "rows.parquet")),
     ],
 )
 def test_the_split_in_a_column_beside_pictures_is_evaluated(script, where, tmp_path):
@@ -611,10 +587,6 @@ def test_the_split_in_a_column_beside_pictures_is_evaluated(script, where, tmp_p
         files = [f"{value}.png" for value in range(10, 30)]
         listed = pd.DataFrame({"file_name": files, "Split": SIDES, "label": names})
         listed.to_csv(folder / "metadata.csv", index=False)
-    if where == "list":
-        (folder / "metadata.csv").rename(tmp_path / "labels.csv")
-        flags += ["--labels", tmp_path / "labels.csv"]
-        told_by = "test"
     train, held_out, plan = pictures_of(script, *flags)
     assert (len(train), held_out) == (15, names[12:17])
     assert plan["evaluated on"] == f"{told_by}: 5 pictures"

@@ -153,7 +153,7 @@ def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(
     assert run_main("train_mnist", flags)["eval_samples"] == 101
     log = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with pytest.raises(SystemExit) as ended:
-        run_main("train_mnist", flags, "--seed 1 --target-accuracy 0.99")
+        run_main("train_mnist", flags, "--seed 1 --target eval_accuracy:0.99")
     assert ended.value.code == 3 and (tmp_path / "run" / "DONE").exists()
     assert (tmp_path / "run.1" / "metrics.jsonl").read_bytes() == log
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() != log
@@ -164,7 +164,9 @@ def move(
 ) -> torch.Tensor:
     """The pictures after an augmentation by at most so many degrees and pixels."""
     amounts = {"max_turn": 0.0, "max_shift": 0.0, "max_warp": 0.0} | most
-    return train_mnist.augment(images, indices, epoch, SimpleNamespace(seed=3, **amounts))
+    return train_mnist.augment(
+        images, indices, epoch, SimpleNamespace(seed=3, augment=True, **amounts)
+    )
 
 
 def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone():
@@ -204,7 +206,7 @@ def test_batchnorm_is_named_where_a_batch_is_split(
     run = f"--dataset {tiny_mnist} --run-dir {tmp_path}/run --batch-size 64 --stop-after-steps 1"
     for flags in ("--model normed", "--accumulate 2", "--model normed --accumulate 2"):
         run_main("train_mnist", run, flags)
-        named = "the numbers depend on how a batch is split"
+        named = "its numbers depend on how a batch is split"
         assert (named in capfd.readouterr().out) == (flags.count("--") == 2)
 
 

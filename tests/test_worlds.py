@@ -45,7 +45,7 @@ RUNS = {
     "text": ("examples.text", f"{SMALL} --num-lines 109", 109),
     "gan": ("examples.gan", f"{SMALL} --dataset {{digits}}", 55),
     "two_towers": ("examples.two_towers", f"{SMALL} --dataset {{digits}}", 55),
-    "pictures": ("examples.pictures", f"{PHOTOS} --mix cutmix --balance", 27),
+    "pictures": ("examples.pictures", f"{PHOTOS} --balance", 27),
     "frozen": ("examples.pictures", f"{PHOTOS} --freeze", 27),
     "encoder": ("examples.text", f"{SMALL} {ENCODER}", 27),
     "tabm": ("examples.table", f"{TABLE} y", 27),

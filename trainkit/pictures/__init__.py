@@ -1,1 +1,42 @@
-"""Pictures: folders and sets of them, decoded once; small grey ones, photos in colour."""
+"""Pictures: folders, tables and Hub sets of them, as uint8 tensors with a class each.
+
+A script, predict.py and the tools import from here; each name is loaded on first use. Begin with
+sets.py (`load_sets`), which reads top down: splits.py finds the rows of each side and their classes
+(with folders.py for folders of files), decoding.py decodes them once into the cache of `datasets`,
+with files.py, which alone opens pictures. grey.py makes the sets of small grey pictures of it, and
+photos.py those in colour for the networks of backbones.py. This room may import all below a wing,
+and no other wing.
+"""
+
+from importlib import import_module
+from typing import Any
+
+NAMES = {
+    "GreyConfig": "flags",
+    "PhotoConfig": "flags",
+    "PictureConfig": "flags",
+    "is_picture": "folders",
+    "cut_centre": "files",
+    "read_photo_pixels": "files",
+    "standardise": "files",
+    "load_grey": "grey",
+    "load_unlabelled": "grey",
+    "border_of": "framing",
+    "learn_framing": "framing",
+    "read_photo": "framing",
+    "Photos": "photos",
+    "load_photos": "photos",
+    "measure": "photos",
+    "Features": "backbones",
+    "choose_layout": "backbones",
+    "load_network": "backbones",
+    "make_network": "backbones",
+    "write_timm_folder": "backbones",
+    "draw_input": "drawn",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"trainkit.pictures has no {name!r}")
+    return getattr(import_module(f"trainkit.pictures.{NAMES[name]}"), name)

@@ -13,7 +13,8 @@ from trainkit.checkpoints.content import text_of
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest
 from trainkit.pictures.files import standardise
-from trainkit.pictures.photos import Batch, PhotoConfig, Photos
+from trainkit.pictures.flags import PhotoConfig
+from trainkit.pictures.photos import Batch, Photos
 from trainkit.reading.kept import compute_once
 from trainkit.reading.paths import read_here_or_from_hub
 from trainkit.reading.recall import describe_recall

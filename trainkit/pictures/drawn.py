@@ -1,10 +1,13 @@
 """Draw what a network sees before it is trained: RUN_DIR/input.png."""
 
-from collections.abc import Callable, Sized
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Dataset
 
+from trainkit.numbers.loaders import InMemory
+from trainkit.pictures.files import cut_centre
 from trainkit.text import first_sentence
 
 if TYPE_CHECKING:  # predict.py uses this room without the loop
@@ -13,32 +16,41 @@ if TYPE_CHECKING:  # predict.py uses this room without the loop
 NUM_DRAWN = 16  # pictures of each side
 
 
-def spread(dataset: Sized) -> torch.Tensor:
-    """Return NUM_DRAWN numbers of samples from all parts of a set, int64; all of a smaller one."""
-    number = min(NUM_DRAWN, len(dataset))
-    return torch.arange(number) * len(dataset) // max(1, number)
-
-
 def draw_input(
     run: "Run",
-    sides: Callable[[], dict[str, tuple[torch.Tensor, torch.Tensor]]],
-    classes: list[str],
+    train_set: Dataset,
+    eval_set: Dataset,
+    metadata: dict[str, Any],
+    augment: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
     """Draw what the network sees into RUN_DIR/input.png, before training, and say so.
 
     Call this after run.begin(). If it cannot be drawn, a line says why and the run goes on.
 
     Args:
-        sides: returns, by title, pictures as they go in, with values 0 to 255 (n, channels, size,
-            size), and their classes, int64.
+        train_set, eval_set: those of load_grey or load_photos.
+        metadata: has "classes" and "size".
+        augment: returns pictures to train on as they go in, given them and their indices.
     """
     if not (run.config.pictures and run.accelerator.is_main_process):
         return
     try:
         from trainkit.plots.figures import draw_seen  # here: matplotlib takes long
 
-        picture = draw_seen(run.config.run_dir, sides(), classes)
+        images, labels, indices = pick_some(train_set)
+        trained = cut_centre(augment(images, indices), metadata["size"])
+        evaluated, targets, _ = pick_some(eval_set)
+        evaluated = cut_centre(evaluated, metadata["size"])
+        sides = {"to train on": (trained, labels), "to evaluate on": (evaluated, targets)}
+        picture = draw_seen(run.config.run_dir, sides, metadata["classes"])
         if not run.config.dry_run:  # which leaves nothing
             run.print(f"as the network sees them: {picture}")
     except Exception as problem:  # no matplotlib, no memory, no disk
         run.print(f"input.png was not drawn: {first_sentence(problem)}")
+
+
+def pick_some(dataset: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return NUM_DRAWN pictures from all parts of a set, their classes and their indices."""
+    number = min(NUM_DRAWN, len(dataset))
+    indices = torch.arange(number) * len(dataset) // max(1, number)
+    return dataset.__getitems__(indices) if isinstance(dataset, InMemory) else dataset.pick(indices)

@@ -1,7 +1,7 @@
 """Read picture files of any kind as numbers, by the same rules for all scripts.
 
 Every picture is turned upright. Of a file that holds several the first is read. Transparent pixels
-become white, or black if what is visible could not be seen on white (ground_of). Grey values of
+become white, or black if what is visible could not be seen on white (on_ground). Grey values of
 more than 8 bits are scaled by the range of their set (choose_range). read_square is for small grey
 pictures, read_centre for photos in colour. Decoded pictures are cached; after any change to this
 file they are all decoded again.
@@ -9,18 +9,19 @@ file they are all decoded again.
 
 import contextlib
 import functools
-import math
-import warnings
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import PIL
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+from trainkit.pictures.flags import Fit
+from trainkit.reading.paths import find_spelt
 
 # The formats that Pillow reads without help; for an EPS file it would start Ghostscript.
 PILLOW_FORMATS = ["PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO", "AVIF"]
@@ -33,17 +34,10 @@ with contextlib.suppress(ImportError):  # of phones: `pip install pillow-heif`
 READER = f"{PILLOW_FORMATS} {PIL.__version__} {torch.__version__}".encode()
 READER += Path(__file__).read_bytes()
 
-# A file may have so many pixels; a JPEG is decoded at a smaller scale, any other takes up to 1 GiB.
-Image.MAX_IMAGE_PIXELS = 2**28
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # see open_upright
-WHOLE = 89_478_485  # pixels up to which a picture is not made smaller before it is resized
-SHRUNK = 2**24  # pixels that a larger one is brought to
 SEVERAL = " (first of several)"  # at the end of the form of an animation, or of a file of pages
-
 BRIGHT = 192  # of 255: a mean grey value that hardly differs from white
 WHITES = (255, 1023, 4095, 16383, 65535)  # of 8, 10, 12, 14 and 16 bits
 RANGES = "0 to 1 (fractions), 255, 1023, 4095, 16383 or 65535 (8 to 16 bits)"
-Fit = Literal["crop", "pad", "squash"]
 LONG = 2  # sides beyond 2 : 1: by default such a picture is padded, since a crop would lose half
 
 # The values of black and of white for each kind of deep grey picture ("I;16", "I", "F"). "any" is
@@ -51,13 +45,19 @@ LONG = 2  # sides beyond 2 : 1: by default such a picture is padded, since a cro
 Greys = Mapping[str, tuple[float, float]]
 
 
-def open_upright(
-    file: Path | BytesIO, side: int, is_photo: bool = False
-) -> tuple[Image.Image, str]:
+def source_of(cell: dict[str, Any] | None) -> BytesIO | Path:
+    """Return what is opened for a cell of datasets.Image. Raises ValueError if it is empty."""
+    content, path = (cell or {}).get("bytes"), (cell or {}).get("path")
+    if not (content or path):
+        raise ValueError("there is no picture in it")
+    return BytesIO(content) if content else find_spelt(Path(path or ""))
+
+
+def open_upright(file: Path | BytesIO, side: int = 0) -> tuple[Image.Image, str]:
     """Open one picture and turn it upright; return its form too: its size and mode in words.
 
-    A JPEG that is a photo or very large is decoded at the smallest scale with sides of at least
-    `side`. Raises an exception that says what is wrong with the picture.
+    With a side, a JPEG is decoded at the smallest scale with sides of at least that. Raises an
+    exception that says what is wrong with the picture.
     """
     try:
         picture: Image.Image = Image.open(file, formats=PILLOW_FORMATS)
@@ -69,15 +69,10 @@ def open_upright(
         if isinstance(clear, tuple) and max(clear) > 255:  # of 16 bits; Pillow keeps the upper 8
             picture.info["transparency"] = tuple(value >> 8 for value in clear)
         width, height = picture.size
-        most = Image.MAX_IMAGE_PIXELS or math.inf
-        if width * height > most:  # Pillow itself only warns, up to twice as many
-            raise ValueError(
-                f"it has {width * height} pixels, more than {most}: save a smaller copy of it"
-            )
         mode = picture.mode
         # MPO is a JPEG as many phones write it: one photo, and a small or brighter copy of it.
         is_one = picture.format == "MPO" or not getattr(picture, "is_animated", False)
-        if is_photo or width * height > WHOLE:
+        if side:
             picture.draft("RGB", (side, side))
         picture.load()
         before = picture.size
@@ -85,29 +80,12 @@ def open_upright(
             ImageOps.exif_transpose(picture, in_place=True)
     if picture.size != before:
         width, height = height, width
-    if math.prod(picture.size) > WHOLE:
-        picture = shrink(picture, side)
     return picture, f"{width} x {height} {mode}{'' if is_one else SEVERAL}"
 
 
-def shrink(picture: Image.Image, side: int) -> Image.Image:
-    """Return a very large picture in about SHRUNK pixels, with sides of at least `side`."""
-    if picture.mode.startswith("I;16"):
-        picture = picture.convert("I")
-    elif not is_deep(picture.mode):
-        picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
-    factor = math.ceil(math.sqrt(math.prod(picture.size) / SHRUNK))
-    return picture.reduce(max(1, min(factor, min(picture.size) // side)))
-
-
-def is_deep(mode: str) -> bool:
-    """Return whether a mode of Pillow has grey values whose range it does not define."""
-    return mode[0] in "IF"
-
-
-def kind_of_mode(mode: str) -> str:
-    """Return "I;16", "I" or "F" for a deep mode. Byte orders are one kind."""
-    return "I;16" if mode.startswith("I;16") else mode
+def deep_kind(mode: str) -> str:
+    """Return "I;16", "I" or "F" for a mode whose range Pillow does not define, "" for others."""
+    return "I;16" if mode.startswith("I;16") else mode * (mode in ("I", "F"))
 
 
 def choose_range(kind: str, low: float, high: float) -> tuple[float, float] | None:
@@ -122,13 +100,16 @@ def choose_range(kind: str, low: float, high: float) -> tuple[float, float] | No
     return None
 
 
-def measure_greys(file: Path | BytesIO) -> dict[str, tuple[float, float]]:
+def measure_greys(cell: dict[str, Any] | None) -> dict[str, tuple[float, float]]:
     """Return the kind of a deep grey picture with its smallest and largest value; {} for others."""
-    with contextlib.suppress(Exception), Image.open(file, formats=PILLOW_FORMATS) as picture:
-        if is_deep(picture.mode):
+    with (
+        contextlib.suppress(Exception),
+        Image.open(source_of(cell), formats=PILLOW_FORMATS) as picture,
+    ):
+        if kind := deep_kind(picture.mode):
             values = np.asarray(picture, dtype=np.float64)
             values = values[np.isfinite(values)]
-            return {kind_of_mode(picture.mode): (float(values.min()), float(values.max()))}
+            return {kind: (float(values.min()), float(values.max()))}
     return {}
 
 
@@ -141,36 +122,30 @@ def scale_greys(picture: Image.Image, greys: Greys | None) -> np.ndarray:
     values = np.asarray(picture, dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError("some of its values are not finite numbers")
-    kind = kind_of_mode(picture.mode)
-    low = values.min()
-    high = values.max()
-    given = (greys or {}).get("any")
-    chosen = given or (greys or {}).get(kind) or choose_range(kind, low, high)
+    greys, kind = greys or {}, deep_kind(picture.mode)
+    low, high = values.min(), values.max()
+    if given := greys.get("any"):
+        values = values.clip(*given)
+    chosen = given or greys.get(kind) or choose_range(kind, low, high)
     what = f"its values (mode {picture.mode}) are {low:g} to {high:g}"
     if chosen is None:
         raise ValueError(f"{what}, and none of {RANGES} fits them")
     black, white = chosen
-    if given:
-        values = values.clip(black, white)
-    elif low < black or high > white:
+    if not given and (low < black or high > white):
         raise ValueError(f"{what}, and must be {black:g} to {white:g}")
     return (values - black) * (255 / (white - black))
 
 
-def ground_of(grey: np.ndarray, alpha: np.ndarray) -> int:
-    """Return what transparent pixels of a picture become: 255 (white) or 0 (black).
+def on_ground(values: np.ndarray, grey: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    """Return values (..., height, width), 0 to 255, on white ground, as on a page.
 
-    White, as on a page, unless its visible pixels are so bright that they could not be seen there.
+    It is black if the visible pixels are so bright that they could not be seen on white.
 
     Args:
         grey: the picture's grey values, 0 to 255. alpha: its opacity, 0 to 1, of the same shape.
     """
-    return 255 if (grey * alpha).sum() <= BRIGHT * alpha.sum() else 0
-
-
-def on_ground(values: np.ndarray, grey: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-    """Return values (..., height, width), 0 to 255, on the ground that ground_of chooses."""
-    return values * alpha + (1 - alpha) * ground_of(grey, alpha)
+    ground = 255 if (grey * alpha).sum() <= BRIGHT * alpha.sum() else 0
+    return values * alpha + (1 - alpha) * ground
 
 
 def to_values(picture: Image.Image, mode: str, greys: Greys | None = None) -> np.ndarray:
@@ -179,7 +154,7 @@ def to_values(picture: Image.Image, mode: str, greys: Greys | None = None) -> np
     greys: see scale_greys, of which this raises the ValueError.
     """
     transparent = picture.has_transparency_data
-    if is_deep(picture.mode):  # Pillow's own conversion would cut off above 255
+    if deep_kind(picture.mode):  # Pillow's own conversion would cut off above 255
         grey = scale_greys(picture, greys)
         values = np.stack([grey] * len(mode))
         if transparent:
@@ -251,7 +226,7 @@ def read_square(
 
     Raises an exception that says what is wrong with the picture.
     """
-    picture, form = open_upright(file, size)
+    picture, form = open_upright(file)
     if form == f"{size} x {size} L" and not picture.has_transparency_data:
         # As it is: digits come by ten thousands. np.asarray(picture) would take longer.
         return np.frombuffer(picture.tobytes(), np.uint8).reshape(1, size, size), form
@@ -276,8 +251,8 @@ def read_centre(
         seen: None: all of the side.
         greys: see scale_greys.
     """
-    picture, form = open_upright(file, side, is_photo=True)
-    if is_deep(picture.mode):  # Pillow would cut them off
+    picture, form = open_upright(file, side)
+    if deep_kind(picture.mode):  # Pillow would cut them off
         picture = Image.fromarray(to_grey(picture, greys).round().astype(np.uint8))
     picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     width, height = picture.size
@@ -332,25 +307,17 @@ def standardise(
     if images.ndim == 2:
         return images
     images = cut_centre(images, metadata["size"]).float()
-    mean, std = (_hashable(metadata[name]) for name in ("mean", "std"))
-    make = _shift_and_scale.__wrapped__ if torch.compiler.is_compiling() else _shift_and_scale
-    shift, scale = make(mean, std, images.dtype, images.device)
-    images = (images - shift) / scale
+    mean, std = (_in_channels(metadata[name], images.device) for name in ("mean", "std"))
+    images = (images - mean) / std
     return images.contiguous(memory_format=layout)
 
 
-def _hashable(numbers: float | list[float]) -> float | tuple[float, ...]:
-    """One number for grey pictures, or one for each channel."""
-    return tuple(numbers) if isinstance(numbers, list) else numbers
+def _in_channels(numbers: float | list[float], device: torch.device) -> torch.Tensor:
+    """Return 255 times a number for each channel, (channels, 1, 1)."""
+    make = _to_device.__wrapped__ if torch.compiler.is_compiling() else _to_device
+    return make(tuple(numbers) if isinstance(numbers, list) else numbers, device)
 
 
 @functools.cache  # to copy them to a GPU in each step would wait for all that it still has to do
-def _shift_and_scale(
-    mean: float | tuple[float, ...],
-    std: float | tuple[float, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 255 times the mean and the deviation of each channel, (channels, 1, 1)."""
-    shift, scale = (torch.tensor(x, dtype=dtype, device=device) for x in (mean, std))
-    return 255 * shift.view(-1, 1, 1), 255 * scale.view(-1, 1, 1)
+def _to_device(numbers: float | tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return 255 * torch.tensor(numbers, dtype=torch.float32, device=device).view(-1, 1, 1)

@@ -1,18 +1,15 @@
 """Find which files of a folder are read, with their splits and classes, and hash their content."""
 
-import functools
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.errors import UsageError
 from trainkit.hashes import digest, digest_file
-from trainkit.reading.paths import is_read, refuse_pipe
-from trainkit.reading.splits import WORDS, find_split, may_say_split, read_split_columns
+from trainkit.reading.paths import is_read
+from trainkit.reading.splits import WORDS, find_split
 from trainkit.text import nfc, shorten
 
 SURE = ("train", "test", "val", "validation")  # folders that are splits and never classes
@@ -45,18 +42,15 @@ class Folder:
     unread: dict[Path, str]
 
 
-def find_files(folder: Path, list_of_labels: Path | None = None, flag: str = "--dataset") -> Folder:
+def find_files(folder: Path, where: str) -> Folder:
     """Look through a folder. Folders behind links are not followed. Raises UsageError.
 
     Classes are the subfolders, whatever the files are called, and deeper folders belong to the
     class above them. Splits of pictures are folders called train, test, val and so on, at the top
     level only; splits of tables and archives are words in their names, as for `datasets`.
 
-    Args:
-        list_of_labels: a CSV file that names pictures and their classes; others are not read.
-        flag: by which the user named the folder.
+    where: begins the sentence.
     """
-    where = f"{flag} {name_of(folder)}"
     if not is_text(folder):
         raise UsageError(f"{where}: rename it: its name is not UTF-8")
     paths = list_paths(folder)
@@ -65,20 +59,11 @@ def find_files(folder: Path, list_of_labels: Path | None = None, flag: str = "--
     visible = [path for path in files if is_read(path.as_posix())]
     holders = [p for p in visible if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
     lists = [path for path in visible if path.name in LISTS]
-    classes: dict[Path, str] = {}
-    listed: dict[Path, str] = {}
-    if list_of_labels:
-        classes, listed = read_list(list_of_labels, pictures, flag)
-    are_pictures = bool(classes) or len(pictures) > len(holders)
-    chosen = [*classes] or holders
-    if are_pictures and not classes:
-        chosen = pictures + lists
+    are_pictures = len(pictures) > len(holders)
     split_folders = find_split_folders(pictures)
     parts: dict[str, list[Path]] = {}
-    for path in chosen:
+    for path in pictures + lists if are_pictures else holders:
         named = split_folders.get(path.parts[0], "") if are_pictures else find_split(str(path))
-        if listed and not split_folders:
-            named = listed[path]
         parts.setdefault(named, []).append(path)
     found = {split: parts[split] for split in WORDS if split in parts}
     found = found or {"train": parts.get("", [])}
@@ -87,9 +72,9 @@ def find_files(folder: Path, list_of_labels: Path | None = None, flag: str = "--
     if not read:
         others = f" ({describe_unread(unread)})" if unread else ""
         raise UsageError(f"{where} cannot be read: it has no picture files{others}")
-    if are_pictures and not classes and not lists:
-        classes = classes_of_folders(read, int({*parts} != {""}), where)
-    return Folder(found, classes, unread)
+    if not are_pictures or lists:
+        return Folder(found, {}, unread)
+    return Folder(found, classes_of_folders(read, int({*parts} != {""}), where), unread)
 
 
 def list_paths(folder: Path) -> list[Path]:
@@ -120,7 +105,7 @@ def reason_unread(folder: Path, path: Path) -> str:
         return "links that lead nowhere"
     if not is_read(path.as_posix()):
         return "hidden"
-    return "in no split or list" if PICTURES.fullmatch(path.suffix) else "no picture files"
+    return "in no split" if PICTURES.fullmatch(path.suffix) else "no picture files"
 
 
 def describe_unread(unread: dict[Path, str]) -> str:
@@ -141,7 +126,7 @@ def is_text(path: Path) -> bool:
     return True
 
 
-def name_of(path: Path) -> str:
+def name_of(path: Path | str) -> str:
     """Return a path for a message, with each byte that is not UTF-8 as in caf\\xe9."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
@@ -153,61 +138,6 @@ def is_picture(path: Path) -> bool:
     """
     shown = path.with_name(path.name.lstrip("_") or "_")
     return bool(PICTURES.fullmatch(path.suffix)) and is_read(shown.as_posix())
-
-
-def read_list(
-    path: Path, pictures: list[Path], flag: str
-) -> tuple[dict[Path, str], dict[Path, str]]:
-    """Return the pictures that a CSV file lists, with their classes, and with their splits if any.
-
-    One column has their names, with or without folder and ending; the next one, or the one before
-    it if it is the last, their classes. A column that tells which rows are evaluated, as
-    splits.read_split_columns finds it, has the splits. Raises UsageError.
-
-    flag: by which the user named the folder of the pictures.
-    """
-    where = f"{'--labels' if flag == '--dataset' else '--eval-labels'} {path}"
-    with as_usage_error(f"{where} cannot be read"):
-        refuse_pipe(path, where)
-        table = pd.read_csv(path, dtype=str, keep_default_na=False, skipinitialspace=True)
-    named_so = find_names(pictures)
-    own = read_split_columns({name: table[name] for name in table if may_say_split(name)})
-    columns = [name for name in table if name not in own.columns]
-    hits = [table[name].map(nfc).isin(named_so.keys()).sum() for name in columns]
-    if len(columns) < 2 or not any(hits):
-        raise UsageError(
-            f"{where}: no column of {columns} has the names of pictures of the folder, such as "
-            f"{pictures[0].name if pictures else 'a.jpg'}; another must have their classes"
-        )
-    named = hits.index(max(hits))
-    label = named + 1 if named + 1 < len(columns) else named - 1
-    split_of = {row: split for split, rows in own.rows.items() for row in rows}
-    classes: dict[Path, str] = {}
-    splits: dict[Path, str] = {}
-    problems = []
-    rows = zip(table[columns[named]], table[columns[label]], strict=True)
-    for row, (name, text) in enumerate(rows):
-        candidates = named_so.get(nfc(name), [])
-        if not candidates:
-            problems.append(f"{name} is not a picture")
-        elif len(candidates) > 1:
-            problems.append(f"{name} means several pictures")
-        elif classes.setdefault(candidates[0], text) != text or not text:
-            problems.append(f"{name} has no single class")
-        elif own.rows:
-            splits[candidates[0]] = split_of[row]
-    if problems:
-        raise UsageError(f"{where}: {shorten(problems)}")
-    return dict(sorted(classes.items(), key=lambda item: str(item[0]))), splits
-
-
-def find_names(pictures: list[Path]) -> dict[str, list[Path]]:
-    """Return the pictures that a name in a list may mean, with or without folder and ending."""
-    named_so: dict[str, list[Path]] = {}
-    for picture in pictures:
-        for name in {str(picture), picture.as_posix(), picture.name, picture.stem}:
-            named_so.setdefault(nfc(name), []).append(picture)
-    return named_so
 
 
 def find_split_folders(pictures: list[Path]) -> dict[str, str]:
@@ -245,24 +175,12 @@ def classes_of_folders(pictures: set[Path], depth: int, where: str) -> dict[Path
     return classes
 
 
-@functools.cache
-def hash_once(path: Path, *_: int) -> str:
-    """Hash a file's content; a process reads it again only if its size or times have changed."""
-    return digest_file(path)
-
-
 def hash_files(folder: Path, paths: list[Path]) -> str:
     """Return one hash of the content of files and of their paths below the folder.
 
     Threads read the files. Equal sizes and times prove nothing, because `rsync -a` and tar keep
     them.
     """
-
-    def hash_one(path: Path) -> str:
-        full = folder / path
-        stat = full.stat()
-        return hash_once(full, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # unlike ThreadPool it needs no /dev/shm
-        digests = [*pool.map(hash_one, paths)]
+        digests = [*pool.map(digest_file, [folder / path for path in paths])]
     return digest("\0".join([*map(str, paths), *digests]))

@@ -1,46 +1,88 @@
-"""Small grey pictures, of files of any size and mode, as one uint8 tensor."""
+"""Small grey pictures, of files of any size and mode, as one uint8 tensor for each side."""
 
+import shlex
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from trainkit.errors import UsageError
 from trainkit.numbers.loaders import InMemory
-from trainkit.pictures import files
-from trainkit.pictures.splits import Split, load_split
+from trainkit.pictures.files import read_square
+from trainkit.pictures.flags import GreyConfig
+from trainkit.pictures.sets import Split, load_labelled, load_sets
 from trainkit.reading.splits import describe_equal
 
 IN_COLOUR = ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr")  # of Pillow's modes
 MOST_SMALL = 64  # pixels; pictures above it lose too much at the size of digits
-NUM_CHECKED = 2000  # pictures of a split whose content is looked at
+NUM_CHECKED = 2000  # pictures of a side whose content is looked at
+# Defaults for a set like MNIST, and those that differ for a much smaller one, on which the first
+# would take few steps and leave out up to a batch of 128 in each epoch.
+LARGE = {"batch_size": 128, "epochs": 3, "drop_last": True}
+SMALL = {"batch_size": 32, "drop_last": False}
+SMALL_SET = 10_000  # pictures; with fewer it is small
+NUM_SEEN = 16_384  # pictures, about, that a run on a small data set sees, each several times
 
 
-class Sampled(NamedTuple):
-    """What is looked at to describe the pictures of a run.
+def load_grey(
+    config: GreyConfig,
+    size: int,
+    usual: dict[str, Any] | None = None,
+    for_small_set: dict[str, Any] | None = None,
+) -> tuple[InMemory, InMemory, dict[str, Any], dict[str, str]]:
+    """Return pictures to train and to evaluate on, of the side `size`, with their classes.
 
-    Attributes:
-        pixels: of some of them, uint8 (n, size * size).
-        forms: how many of all files have which size and mode.
-    """
-
-    pixels: torch.Tensor
-    forms: Counter[str]
-
-
-def load_images(
-    name: str, split: str, size: int, *options: Any, **how: Any
-) -> tuple[InMemory, Split]:
-    """Return the pictures and labels of a split, and the split itself.
-
+    A batch is the pictures, uint8 (n, 1, size, size), their classes, and the indices of both.
     Pictures are decoded once and cached; they are decoded again if a file's content or the way of
-    decoding changes. For the options see splits.read_split, and files.read_square for `how`.
-    Raises UsageError.
+    decoding changes. Flags that are UNSET are set by the number of pictures. Raises UsageError.
+
+    Args:
+        usual: defaults of more flags, of the script. for_small_set: those of a small data set.
+
+    Returns:
+        Both sets; what predict.py needs beside "input", "size", "mean" and "std", as metadata:
+        "classes", "pictures" and "reading"; and lines of the plan, whose "next" is the command that
+        a run ends with.
     """
-    part = load_split(name, split, files.read_square, (1, size, size), *options, **how)
-    pixels = torch.from_numpy(np.load(part.path, mmap_mode="r")[part.rows.numpy()])
-    return InMemory(pixels, part.labels), part
+    options = {"num_held_out": config.validation_split}
+    train, held_out, plan = load_labelled(config, read_square, (1, size, size), **options)
+    train_set, eval_set = (InMemory(pixels_of(each), each.labels) for each in (train, held_out))
+    some = (x.tensors[0][:: len(x) // NUM_CHECKED + 1] for x in (train_set, eval_set))
+    pixels = torch.cat([*some]).flatten(1)
+    forms = train.forms + held_out.forms
+    pictures = describe_pictures(size, pixels, forms)
+    metadata = {"classes": train.classes, "pictures": pictures, "reading": train.reading}
+    lines = {"data": plan.pop("data"), "pictures": pictures["read_as"]}
+    in_colour = f"python examples/pictures.py --dataset {shlex.quote(config.dataset)}"
+    if config.eval_data:
+        in_colour += f" --eval-data {shlex.quote(config.eval_data)}"
+    next_command = f"python app.py {shlex.quote(str(config.run_dir))}"
+    if are_photos(forms):
+        lines["pictures"] += f"; for their colour: {in_colour}"
+        next_command = in_colour
+    if train.path == held_out.path:
+        both = len(train.rows) + len(held_out.rows)
+        lines["held out"] = f"{len(held_out.rows)} of {both} training pictures, to evaluate on"
+    sizes = set_by_number(config, len(train_set), usual or {}, for_small_set or {})
+    plan = lines | describe_values(pixels) | plan | sizes | {"next": next_command}
+    return train_set, eval_set, metadata, plan
+
+
+def set_by_number(
+    config: GreyConfig, num_train: int, usual: dict[str, Any], for_small_set: dict[str, Any]
+) -> dict[str, str]:
+    """Set the flags that are UNSET by the number of training pictures; return a line of the plan.
+
+    There is a line for a small data set only. If the user chose --batch-size or --drop-last, no
+    data set counts as small.
+    """
+    if num_train >= SMALL_SET or config.batch_size is not None or config.drop_last is not None:
+        config.set_unset(LARGE | usual)
+        return {}
+    epochs = max(3, NUM_SEEN // max(1, num_train))
+    flags = config.set_unset(LARGE | usual | SMALL | for_small_set | {"epochs": epochs})
+    return {"small set": f"of {num_train} pictures: {flags}"}
 
 
 def load_unlabelled(
@@ -48,37 +90,38 @@ def load_unlabelled(
 ) -> tuple[InMemory, InMemory, dict[str, str]]:
     """Return pictures to train and to evaluate on, without labels, and lines of the plan.
 
-    Raises UsageError.
+    A batch is the pictures, uint8 (n, 1, size, size), and their indices. Raises UsageError.
     """
-    train_set, train = load_images(name, "train", size, eval_data=eval_data)
-    eval_set, held_out = load_images(name, "test", size, eval_data=eval_data)
-    plan = {"data": name} | held_out.given
+    options: dict[str, Any] = {"eval_data": eval_data, "same_classes": False, "fit": "squash"}
+    train, held_out, plan = load_sets(name, read_square, (1, size, size), **options)
     plan |= describe_equal(train.hashes, held_out.hashes, "picture")
-    return InMemory(train_set.tensors[0]), InMemory(eval_set.tensors[0]), plan
+    return InMemory(pixels_of(train)), InMemory(pixels_of(held_out)), plan
 
 
-def sample(*sets: tuple[InMemory, Split]) -> Sampled:
-    """Look at some pictures of each set that load_images returned."""
-    pixels = [images.tensors[0][:: len(images) // NUM_CHECKED + 1] for images, _ in sets]
-    forms = sum((part.forms for _, part in sets), Counter[str]())
-    return Sampled(torch.cat(pixels).flatten(1), forms)
+def pixels_of(side: Split) -> torch.Tensor:
+    """Return the values of all pictures of a side."""
+    return torch.from_numpy(np.load(side.path, mmap_mode="r")[side.rows.numpy()])
 
 
-def describe_pictures(size: int, sampled: Sampled) -> dict[str, Any]:
+def describe_pictures(size: int, pixels: torch.Tensor, forms: Counter[str]) -> dict[str, Any]:
     """Describe the files of a run, as JSON. Raises UsageError if each is of a single value.
 
     read_as: in words, for example `32 x 32 RGB read as 28 x 28 grey`. shape: width and height if
     they are the same for all files, else None.
+
+    Args:
+        pixels: of some of them, uint8 (n, size * size).
+        forms: how many of all files have which size and mode.
     """
-    if (sampled.pixels == sampled.pixels[:, :1]).all():
+    if (pixels == pixels[:, :1]).all():
         raise UsageError("every picture has a single grey value, so there is nothing in it")
-    forms = [form for form, _ in sampled.forms.most_common()]
-    shapes = {tuple(map(int, form.split()[:3:2])) for form in forms}
-    others = f" and {len(forms) - 1} other kinds" if len(forms) > 1 else ""
+    kinds = [form for form, _ in forms.most_common()]
+    shapes = {tuple(map(int, form.split()[:3:2])) for form in kinds}
+    others = f" and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""
     grey = f"{size} x {size} grey"
-    is_grey = forms == [f"{size} x {size} L"]
+    is_grey = kinds == [f"{size} x {size} L"]
     return {
-        "read_as": grey if is_grey else f"{forms[0]}{others} read as {grey}",
+        "read_as": grey if is_grey else f"{kinds[0]}{others} read as {grey}",
         "shape": [*shapes.pop()] if len(shapes) == 1 else None,
     }
 
@@ -93,14 +136,14 @@ def are_photos(forms: Counter[str]) -> bool:
     return num_photos * 2 > forms.total()
 
 
-def describe_values(sampled: Sampled) -> dict[str, str]:
+def describe_values(pixels: torch.Tensor) -> dict[str, str]:
     """Return a line of the plan if many pictures, as a network gets them, have nearly one shade."""
-    low, high = sampled.pixels.aminmax(dim=1)
-    narrow = sampled.pixels[high - low < 32]  # an eighth of the range
-    if len(narrow) * 10 < len(sampled.pixels):
+    low, high = pixels.aminmax(dim=1)
+    narrow = pixels[high - low < 32]  # an eighth of the range
+    if len(narrow) * 10 < len(pixels):
         return {}
     return {
-        "values": f"{len(narrow)} of {len(sampled.pixels)} pictures looked at use less than an "
-        f"eighth of the range 0 to 255 ({narrow.min()} to {narrow.max()}), nearly one shade: "
-        "spread their values over the whole range"
+        "values": f"{len(narrow)} of {len(pixels)} pictures looked at use less than an eighth of "
+        f"the range 0 to 255 ({narrow.min()} to {narrow.max()}), nearly one shade: spread their "
+        "values over the whole range"
     }

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from trainkit.pictures import border_of
 from trainkit.plots import figures
 from trainkit.plots.style import COLOURS, as_written, new_figure, wrap
 from trainkit.text import write_number
-from trainkit.tools.photos import border_of
 
 FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange, blue of style.COLOURS
 MAX_DRAWN = 4  # targets, one below the other

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.pictures.files import Fit, Greys, fit_square, open_upright, to_grey, to_values
+from trainkit.pictures.files import Greys, fit_square, open_upright, to_grey, to_values
+from trainkit.pictures.flags import Fit
 
 SIDE, WIDE = 64, 27  # pixels: of the copy in which ink is found, and wider than strokes in it
-LARGE_SIDE = 1024  # pixels that are enough to find ink in a picture of 100 million
 INK = 20 / 28  # the longer side of MNIST's ink, as a share of the picture
 NUM_LOOKED_AT = 2000  # pictures from which the framing of all is learned
 
@@ -63,7 +63,7 @@ def read_photo(
         uint8 (1, 1, size, size), and for example "2 separate groups of ink", or "".
     """
     with as_usage_error(f"{path} cannot be read as a picture"):
-        picture, _ = open_upright(path, LARGE_SIDE)
+        picture, _ = open_upright(path)
         grey = to_grey(picture, greys)
     low, high = framing["border"]
     num_groups = 1

@@ -1,0 +1,112 @@
+"""The flags about pictures: those of every script, of small grey pictures, of photos in colour."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from trainkit.config import (
+    UNSET,
+    Count,
+    MayChange,
+    NonNegative,
+    ReadOnlyIf,
+    Schedule,
+    TrainingConfig,
+)
+
+Fit = Literal["crop", "pad", "squash"]
+# The defaults with --freeze, and without.
+FROZEN = {"learning_rate": 2e-3, "weight_decay": 1.0}
+TRAINED = {"learning_rate": 1e-3, "weight_decay": 0.05}
+
+
+@dataclass
+class PictureConfig(TrainingConfig):
+    """What pictures are read, and how; a script adds the flags about training."""
+
+    dataset: MayChange[str] = UNSET
+    """folder with a folder for each class, file of rows, or Hub id"""
+    label: str | None = None
+    """column of the classes in a set that is not a folder of pictures (default: the only one)"""
+    eval_data: MayChange[str | None] = None
+    """other pictures to evaluate on (default: a split called test, or a fifth of each class)"""
+    fit: Fit | None = None
+    """of pictures that are not square: crop reads the centre square, pad all of it, with its border
+    colour around it, squash all of it in another shape (default: crop, but pad beyond 2 : 1)"""
+    grey_range: tuple[float, float] | None = None
+    """values of black and of white in grey pictures of more than 8 bits (default: by all values)"""
+
+    # These defaults differ from those of trainkit.config.
+    schedule: Schedule = "onecycle"
+    warmup: float = 0.2
+
+    def find_problems(self, num_processes: int) -> list[str]:
+        """What is wrong with the values, one phrase each."""
+        problems = super().find_problems(num_processes)
+        if not self.dataset:
+            problems.append("--dataset must name a folder with a folder of pictures for each class")
+        if self.grey_range and not self.grey_range[0] < self.grey_range[1]:
+            problems.append("--grey-range needs the value of black and a larger one of white")
+        return problems
+
+
+@dataclass
+class GreyConfig(PictureConfig):
+    """Those of small grey pictures."""
+
+    fit: Fit = "squash"
+    """of pictures that are not square: crop reads the centre square, pad all of it, with its border
+    colour around it, squash all of it in another shape"""
+    validation_split: Annotated[NonNegative[int], ReadOnlyIf("eval_data", (None,))] = 0
+    """evaluate on this many held-out training pictures, not the test set: for tuning"""
+
+    # These defaults differ from those of trainkit.config. set_by_number sets what is UNSET.
+    epochs: int = UNSET
+    """passes over the training data (default: 3; more for a small data set)"""
+    batch_size: int = UNSET
+    """samples per step, over all processes and micro-batches (default: 128; 32 if there are few)"""
+    drop_last: bool = UNSET
+    """leave out the last short batch of each epoch (default: unless the data set is small)"""
+    eval_batch_size: int = 512
+
+
+@dataclass
+class PhotoConfig(PictureConfig):
+    """Those of photos in colour and of their network."""
+
+    skip_unreadable: bool = False
+    """go on without the files that cannot be read"""
+    model: str | None = None
+    """a name of timm (default: tf_efficientnet_lite0)"""
+    base: MayChange[str | None] = None
+    """folder or Hub id of a timm network with its weights, instead of --model"""
+    scratch: bool = False
+    """begin with random weights"""
+    freeze: bool = False
+    """train the last layer alone"""
+    size: Count = UNSET
+    """side of the squares that the network sees, in pixels (default: the model's, at most 224)"""
+    resize: Count = UNSET
+    """the short side of a picture, before squares are cut out of it (default: --size / 0.95; with
+    --fit pad or squash it is --size)"""
+    cache_bytes: MayChange[NonNegative[int]] = 2**35
+    """decode pictures for each batch if they would take more bytes on disk"""
+    epochs: int = UNSET
+    """passes over the pictures (default: 5, or up to 20 if they are few; 20 with --freeze)"""
+    learning_rate: float = UNSET
+    """peak learning rate of the last layer (default: 1e-3; 2e-3 with --freeze)"""
+    weight_decay: float = UNSET
+    """decoupled for adamw, else an L2 penalty (default: 0.05; 1 with --freeze)"""
+
+    def __post_init__(self):
+        self.set_unset(FROZEN if self.freeze else TRAINED)
+
+    def find_problems(self, num_processes: int) -> list[str]:
+        """What is wrong with the values, one phrase each."""
+        problems = super().find_problems(num_processes)
+        if self.base and (self.model or self.scratch):
+            problems.append("--base names a network and its weights: leave out --model, --scratch")
+        if self.freeze and self.scratch:
+            problems.append("--freeze needs a network that was trained: leave out --scratch")
+        if self.resize and self.size and self.resize < self.size:
+            problems.append(f"--resize {self.resize} must be at least --size {self.size}")
+        return problems
