@@ -416,6 +416,22 @@ def test_a_mean_over_many_batches_is_exact_also_after_a_resume(accelerator):
     assert means.compute("") == resumed.compute("") == {"_loss": (2**24 + 2) / 3}
 
 
+def test_each_optimizer_is_clipped_in_its_step_or_before_it_by_the_joint_norm(tmp_path):
+    """Each by its own norm, whether or not the script calls clip_and_check, as older copies do."""
+    for name, call in (
+        ("step", "pass"),
+        ("each", "[run.clip_and_check(each) for each in optimizers]"),
+        ("joint", "run.clip_and_check(*optimizers)"),
+    ):
+        edit = r"^( +)for part in \(\*optimizers", rf"\1{call}\n\g<0>"
+        flags = f"--clip-norm 0.01 --optimizer sgd --momentum 0 --run-dir {tmp_path}/{name}"
+        changed(edit)(flags)
+    assert_same_bytes(tmp_path / "step", tmp_path / "each")
+    first = [rows(tmp_path / name)[0] for name in ("each", "joint")]
+    assert ["grad_norm_1" in row for row in first] == [True, False]
+    assert first[1]["grad_norm"] > first[0]["grad_norm"] > 0.01
+
+
 def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path):
     class Mine(torch.optim.AdamW):
         def step(self, closure=None):

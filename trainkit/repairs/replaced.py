@@ -151,25 +151,14 @@ def end_with_this_batch(loader: DataLoader, is_last: bool) -> None:
     loader.end_of_dataloader = is_last
 
 
-def watch(
-    owner: Any,
-    name: str,
-    before: Callable[..., object],
-    after: Callable[[], object] | None = None,
-) -> None:
-    """Call before(...) ahead of each call of owner.name(...), with its arguments, and then after().
-
-    after() is left out if the call fails.
-    """
+def watch(owner: Any, name: str, before: Callable[..., object]) -> None:
+    """Call before(...) ahead of each call of owner.name(...), with its arguments."""
     method = getattr(owner, name)
 
     @functools.wraps(method)
     def watched(*args: Any, **options: Any) -> Any:
         before(*args, **options)
-        result = method(*args, **options)
-        if after is not None:
-            after()
-        return result
+        return method(*args, **options)
 
     setattr(owner, name, watched)
 
