@@ -61,12 +61,7 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
     happened to this process only (a lost peer, a dead loader worker, no memory). No process waits
     for others that may never come.
     """
-    keep_printing()
-    keep_memory()
-    skip_the_compiler()
-    fork_at_rest()
-    share_cores()
-    gc.freeze()  # what was imported is no garbage, and need not be looked through again
+    set_up_process()
     try:
         end_with_launcher()
         main()
@@ -95,6 +90,16 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
     if prints_results and not isinstance(LOST.get("stdout", BrokenPipeError()), BrokenPipeError):
         _end(f"error: what was printed is lost: {LOST['stdout']}", EXIT_FAILURE, True)
     finish(code)
+
+
+def set_up_process() -> None:
+    """Apply the settings that cost no safety and change no number, each with its reason below."""
+    keep_printing()
+    keep_memory()
+    skip_the_compiler()
+    fork_at_rest()
+    share_cores()
+    gc.freeze()  # what was imported is no garbage, and need not be looked through again
 
 
 def finish(code: int) -> NoReturn:
