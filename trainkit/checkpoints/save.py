@@ -60,7 +60,7 @@ from trainkit.repairs.replaced import count_micro_batches_anew, without_loss_sca
 from trainkit.store.atomic import sync
 from trainkit.store.jsons import to_json
 from trainkit.store.log import JsonlTracker
-from trainkit.store.manifest import FORMAT, step_name
+from trainkit.store.manifest import step_name
 from trainkit.store.weights import read_weights
 from trainkit.text import check_json
 
@@ -149,7 +149,6 @@ class Checkpoints:
     def _trainer(self, progress: Progress) -> dict[str, Any]:
         """The content of trainer.json."""
         return {
-            "format": FORMAT,
             "progress": asdict(progress),
             "sums": self.means.state(),
             "log": self.tracker.state(),
