@@ -17,6 +17,7 @@ from trainkit.config import TrainingConfig
 from trainkit.hashes import digest
 
 NUM_PARTS = 50  # of the first and of the last entries of a list are compared
+GENERATORS = np.random.Generator | random.Random | torch.Generator
 
 
 def held(script: Path, run_state: dict[str, Any], only_numbers: bool) -> dict[str, dict[str, Any]]:
@@ -29,14 +30,12 @@ def held(script: Path, run_state: dict[str, Any], only_numbers: bool) -> dict[st
     frame = inspect.currentframe()
     while frame:
         if is_own(frame.f_globals, script):
-            for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
-                found.setdefault(name, value)
+            found = {**frame.f_locals, **found}
         frame = frame.f_back
-    for module in [*sys.modules.values()]:
+    for name, module in [*sys.modules.items()]:
         if is_own(names := getattr(module, "__dict__", {}), script):
-            for name, value in [*names.items()]:
-                is_main = names["__name__"] == "__main__"
-                found.setdefault(name if is_main else f"{names['__name__']}.{name}", value)
+            prefix = "" if name == "__main__" else f"{name}."
+            found = {f"{prefix}{key}": value for key, value in names.items()} | found
     noted = {}
     for name, value in found.items():
         kind = home_kind(value)
@@ -61,11 +60,11 @@ def has_state(value: Any) -> bool:
 
 
 def home_kind(value: Any) -> str:
-    """What is the right home for it: see HOMES of causes.py."""
+    """What kind of home is right for it: see HOMES of pages.py."""
     parts = [*value.values()] if isinstance(value, dict) else value
     if isinstance(parts, list | tuple | deque) and len(parts):
         return home_kind(parts[0])
-    if isinstance(value, np.random.Generator | random.Random | torch.Generator):
+    if isinstance(value, GENERATORS):
         return "generator"
     if isinstance(value, torch.Tensor | np.ndarray):
         return "tensor"
@@ -81,12 +80,10 @@ def note(
     elif isinstance(value, torch.Tensor | np.ndarray):
         with suppress(Exception):  # of a kind that has no bytes
             parts[place] = hash_tensor(torch.as_tensor(value))[:8]
-    elif isinstance(value, np.random.Generator):
-        parts[place] = digest(repr(value.bit_generator.state))
-    elif isinstance(value, random.Random):
-        parts[place] = digest(repr(value.getstate()))
-    elif isinstance(value, torch.Generator):
-        parts[place] = digest(value.get_state().numpy())
+    elif isinstance(value, GENERATORS):
+        state = getattr(getattr(value, "bit_generator", None), "state", None)
+        read = getattr(value, "getstate", None) or getattr(value, "get_state", None)
+        parts[place] = digest(repr(state) if read is None else str(list(read())))
     elif isinstance(value, dict):
         for key, part in [*value.items()]:
             note(f"{place}[{key!r}]", part, parts, script, is_part)
@@ -101,5 +98,6 @@ def note(
     elif not is_part and not isinstance(value, TrainingConfig):
         made_by = vars(sys.modules.get(type(value).__module__, sys))
         if isinstance(value, FunctionType) or is_own(made_by, script):
+            parts[f"{place} is"] = type(value).__name__  # its attributes may come later
             for name, part in [*getattr(value, "__dict__", {}).items()]:
                 note(f"{place}.{name}", part, parts, script, is_part=True)
