@@ -10,7 +10,7 @@ from trainkit.errors import UsageError
 from trainkit.hashes import digest, digest_file
 from trainkit.reading.paths import is_read
 from trainkit.reading.splits import WORDS, find_split
-from trainkit.text import nfc, shorten
+from trainkit.text import shorten
 
 SURE = ("train", "test", "val", "validation")  # folders that are splits and never classes
 PICTURES = re.compile(
@@ -163,16 +163,7 @@ def classes_of_folders(pictures: set[Path], depth: int, where: str) -> dict[Path
         raise UsageError(
             f"{where}: {min(loose)} is in no class: put each picture into the folder of its class"
         )
-    classes = {path: path.parts[depth] for path in pictures}
-    if len({*map(nfc, classes.values())}) == 1 < len({path.parent for path in pictures}) and all(
-        len(path.parts) > depth + 2 for path in pictures
-    ):
-        name = next(iter(pictures)).parents[-depth - 2]
-        raise UsageError(
-            f"{where}: there is one class, {name}: if the classes are in it, name or "
-            "move the folder that holds them"
-        )
-    return classes
+    return {path: path.parts[depth] for path in pictures}
 
 
 def hash_files(folder: Path, paths: list[Path]) -> str:

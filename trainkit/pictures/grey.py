@@ -65,7 +65,7 @@ def load_grey(
         both = len(train.rows) + len(held_out.rows)
         lines["held out"] = f"{len(held_out.rows)} of {both} training pictures, to evaluate on"
     sizes = set_by_number(config, len(train_set), usual or {}, for_small_set or {})
-    plan = lines | describe_values(pixels) | plan | sizes | {"next": next_command}
+    plan = lines | plan | sizes | {"next": next_command}
     return train_set, eval_set, metadata, plan
 
 
@@ -134,16 +134,3 @@ def are_photos(forms: Counter[str]) -> bool:
         large = min(int(width), int(height)) > MOST_SMALL
         num_photos += number * (large and mode in IN_COLOUR)
     return num_photos * 2 > forms.total()
-
-
-def describe_values(pixels: torch.Tensor) -> dict[str, str]:
-    """Return a line of the plan if many pictures, as a network gets them, have nearly one shade."""
-    low, high = pixels.aminmax(dim=1)
-    narrow = pixels[high - low < 32]  # an eighth of the range
-    if len(narrow) * 10 < len(pixels):
-        return {}
-    return {
-        "values": f"{len(narrow)} of {len(pixels)} pictures looked at use less than an eighth of "
-        f"the range 0 to 255 ({narrow.min()} to {narrow.max()}), nearly one shade: spread their "
-        "values over the whole range"
-    }

@@ -72,7 +72,7 @@ def load_labelled(
     if len(train.classes) < 2:
         raise UsageError(
             f"{where}: all pictures are of one class, {train.classes[0]}: give each class a "
-            "folder, or name a column of metadata.csv with --label"
+            "folder and name the folder that holds them, or a column of metadata.csv with --label"
         )
     if not len(held_out.rows):
         raise UsageError(

@@ -30,31 +30,24 @@ def describe_reading(forms: Counter[str], reading: dict[str, Any]) -> dict[str, 
 
 def describe_fit(forms: Counter[str], fit: Fit | None) -> dict[str, str]:
     """Return a line of the plan if not all pictures are square. See files.read_centre for `fit`."""
-    num_long = num_other = 0
+    num_other = num_padded = 0
     area_cut = 0.0
     for form, number in forms.items():
         width, height = (int(side) for side in form.split()[:3:2])
         short, longer = min(width, height), max(width, height)
-        is_long = longer > LONG * short
-        num_long += number * is_long
         num_other += number * (longer != short)
-        if fit == "crop" or (fit is None and not is_long):
+        if fit is None and longer > LONG * short:
+            num_padded += number
+        elif fit in (None, "crop"):
             area_cut += number * (1 - short / longer)
     if not num_other:
         return {}
-    longs = f"{num_long} of {forms.total()} pictures, whose sides are beyond {LONG} : 1,"
     parts = []
+    if fit in ("pad", "squash"):
+        parts.append("all are padded to squares" if fit == "pad" else "all are squashed to squares")
     if area_cut:
-        share = max(area_cut / forms.total(), 0.001)
-        parts.append(
-            f"the centre squares are read: {share:.1%} of the pictures' area is cut off (--fit pad "
-            "or squash keeps it)"
-        )
-    if fit is None and num_long:
-        parts.append(f"{longs} are padded to squares (--fit)")
-    elif fit in ("pad", "squash"):
-        how = "padded" if fit == "pad" else "squashed"
-        parts.append(f"all of each picture, {how} to a square: {num_other} are not square")
-    if fit == "squash" and num_long:
-        parts.append(f"{longs} change much (--fit pad keeps their shape)")
-    return {"fit": "; ".join(parts)}
+        parts.append(f"the centre squares are read, {area_cut / forms.total():.1%} is cut off")
+    if num_padded:
+        parts.append(f"{num_padded} beyond {LONG} : 1 are padded to squares")
+    text = f"{num_other} of {forms.total()} pictures are not square: {'; '.join(parts)} (--fit)"
+    return {"fit": text}
