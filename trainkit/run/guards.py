@@ -16,6 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 
 from trainkit.errors import RunFailure
+from trainkit.hashes import digest
 from trainkit.numbers.means import HostCopy
 from trainkit.numbers.optim import BY_STEP, total_norm, weights_of
 from trainkit.repairs.private_names import prepared_optimizers, prepared_schedulers
@@ -216,7 +217,16 @@ class EqualSizes:
     """
 
     def __init__(self):
-        self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}  # of this step
+        self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.hashes: dict[int, str] = {}  # of those of earlier steps, by step, where there are any
+        self.num_steps = 0
+
+    def start_step(self) -> None:
+        """Let the sizes be others from here on: each step has means of its own."""
+        if self.sizes:
+            self.hashes[self.num_steps] = digest(repr(self.sizes))
+        self.num_steps += 1
+        self.sizes.clear()
 
     def check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
         """Raise RuntimeError if earlier values had other sizes; number: of equal calls."""
@@ -229,10 +239,15 @@ class EqualSizes:
 
         A process may have none in a step, for example because it had a padding sample.
         """
-        for sizes in gather_object([self.sizes]) if accelerator.num_processes > 1 else ():
-            for (call, number), other in sizes.items():
-                if self.sizes.get((call, number), other) != other:
-                    raise different_sizes(call)
+        if accelerator.num_processes > 1:
+            for hashes, sizes in gather_object([(self.hashes, self.sizes)]):
+                for (call, number), other in sizes.items():
+                    if self.sizes.get((call, number), other) != other:
+                        raise different_sizes(call)
+                if any(self.hashes.get(step, other) != other for step, other in hashes.items()):
+                    raise different_sizes("run.step_mean(...) or run.add(...)")
+        self.hashes.clear()
+        self.sizes.clear()
 
 
 def different_sizes(call: str) -> RuntimeError:

@@ -105,7 +105,7 @@ class Step:
         self.num_done_in_step = 0
         # A short step may have fewer: what a script adds to the loss keeps its weight.
         self.accelerator.gradient_accumulation_steps = self.num_micro_batches
-        self.sizes.sizes.clear()
+        self.sizes.start_step()
         self.compiling.start_step(self.num_in_step == self.config.batch_size)
 
     def seed_outside(self, place: str, *position: int) -> None:
