@@ -207,12 +207,12 @@ class TestOnLinux:
     @pytest.mark.parametrize(
         "kind, only, sentence, row",
         [
-            ("teacher", "step 6", "`teacher` is not what it was.*: register", pages.REGISTERED),
             ("divided", "accumulate", r"is divided by --accumulate, which .*: leave", ""),
             ("drop", "2 processes", r"step 4: eval_loss .*random.*nn.Dropout", pages.ON_DEVICE),
             *(
                 pytest.param(*row, marks=slow)
                 for row in (
+                    ("teacher", "step 6", r"`teacher` is not .*: register", pages.REGISTERED),
                     ("own", "again", r"first differs in step 1: train_loss", pages.ORDER_OF_CHANCE),
                     ("average", "step 18", r"at the end `average` differs", pages.REGISTERED),
                     ("number", "step 6", r"`tau` is not what.*: keep it in run.s", pages.OWN_STATE),

@@ -214,6 +214,7 @@ class Watch:
         self.draws |= {name for name in now if now[name] != self.generators.get(name)}
         if self.means and not self.share["rests"]:
             self.seen["passes_backward_by"] = True
+            self.untrained = {}  # they are looked at in accelerator.backward
         self.seen["losses"].setdefault(str(run.progress.step + 1), []).append(self.share)
         if run.accelerator.sync_gradients:
             self.marks = []
