@@ -14,14 +14,6 @@ MARKS = {
 }
 
 
-def to_utf8(content: bytes) -> bytes:
-    """Return the content of a file as UTF-8, if it begins with a byte order mark; else as it is."""
-    for mark, name in MARKS.items():
-        if content.startswith(mark):
-            return content[len(mark) :].decode(name, "surrogatepass").encode("utf-8", "replace")
-    return content
-
-
 def read_text(path: str, given: str | None = None) -> tuple[str, str]:
     """Return the text of a file, which may be compressed, and a note, "" if it is as given.
 

@@ -19,7 +19,6 @@ NAMES = {
     "start_linear": "network",
     "TableClassifier": "predictions",
     "TablePredictor": "predictions",
-    "add_predictions": "predictions",
     "write_answers": "predictions",
     "measure_classes": "scores",
     "measure_numbers": "scores",

@@ -11,10 +11,8 @@ from typing import Any
 # The file of each name. Imported late, because pandas and transformers take time.
 NAMES = {
     "Bag": "bags",
-    "make_bags": "bags",
     "weigh": "bags",
     "check_tokens": "encoders",
-    "load_tokenizer": "encoders",
     "make_encoder": "encoders",
     "read_encoder": "encoders",
     "write_results": "encoders",
@@ -25,8 +23,6 @@ NAMES = {
     "make_samples": "texts",
     "read_docstrings": "texts",
     "read_sets": "texts",
-    "read_texts": "texts",
-    "tokenize": "texts",
 }
 
 
