@@ -24,7 +24,20 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from trainkit import startup, tables, texts
+from trainkit import (
+    PREDICTIONS,
+    Classifier,
+    Predictor,
+    from_exact_json,
+    load_predictions,
+    name_without_compiler,
+    plain_name,
+    printable,
+    refuse_pipe,
+    startup,
+    tables,
+    texts,
+)
 
 import torch
 from safetensors import safe_open
@@ -34,13 +47,6 @@ from tyro.conf import Positional
 from trainkit.config import flag, parse
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.pictures import learn_framing, read_photo, read_photo_pixels, standardise
-from trainkit.reading.paths import refuse_pipe
-from trainkit.reading.predictor import Classifier, Predictor
-from trainkit.repairs.private_names import plain_name
-from trainkit.repairs.replaced import name_without_compiler
-from trainkit.store import records
-from trainkit.store.jsons import from_exact_json
-from trainkit.text import printable
 
 FOLDERS = (Path(__file__).parent, Path(__file__).parent / "examples")  # of training scripts
 
@@ -118,7 +124,7 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
     with as_usage_error(f"{path} is not a model of these scripts"):
         with safe_open(path, framework="pt") as file:
             metadata = from_exact_json((file.metadata() or {})["trainkit"])
-        evaluated, _ = records.load_predictions(run_dir / records.PREDICTIONS)
+        evaluated, _ = load_predictions(run_dir / PREDICTIONS)
         script = load_script(script_path or find_script(metadata["script"]))
         find_kind = KINDS.get(metadata.get("input", ""))
         if hasattr(script, "answer"):

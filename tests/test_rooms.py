@@ -69,8 +69,6 @@ def test_no_module_is_imported_by_its_name_to_get_around_the_rows():
 
 
 FRONTS = {"trainkit", "trainkit.config", "trainkit.errors", *(f"trainkit.{wing}" for wing in WINGS)}
-# Its imports are still to be taken from the fronts.
-NOT_YET = {"predict.py"}
 
 
 def modules(source: str) -> Iterator[str]:
@@ -98,7 +96,7 @@ def test_scripts_and_pages_take_names_from_trainkit_and_from_the_front_of_a_wing
     inside = {name for name in modules(text) if name not in FRONTS}
     if path.name in ("predict.py", "app.py"):  # they are no training
         inside = {name for name in inside if not name.startswith("trainkit.tools")}
-    assert not inside or path.name in NOT_YET, f"{path.name} imports from {sorted(inside)}"
+    assert not inside, f"{path.name} imports from {sorted(inside)}"
 
 
 def test_trainkit_has_each_name_that_it_hands_out():
