@@ -28,26 +28,6 @@ if TYPE_CHECKING:
     from trainkit.language.pretrained import LanguageConfig
 
 MAX_QUESTION = 200  # letters that are shown of what an answer is asked for
-# Lines of the plan by kind of note: their name, and what they say of so many rows and the first.
-NOTES = {
-    "empty": (
-        "empty",
-        "{} have an answer without text, which is learned: the model says nothing there",
-    ),
-    "inside": (
-        "inside",
-        "{} have special tokens inside of their texts, the first is {}: they stay text there",
-    ),
-    "lost": (
-        "template",
-        "leaves out or changes parts of {}, which are learned without: the first is {}",
-    ),
-    "unwritten": (
-        "asked",
-        "the template does not write {1}, with which it asks for an answer, before the answers of "
-        "{0}: the model will be prompted with text that it never saw",
-    ),
-}
 
 
 class ChatSets(NamedTuple):
@@ -231,28 +211,35 @@ def _encode_rows(
 
 
 class Notes:
-    """What is worth a line of the plan, counted, with the first example of each kind."""
+    """What is worth a line of the plan."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
+        self.unwritten = ""  # the first of Encoded.unwritten
         self.unread: set[str] = set()  # columns, and keys of turns
 
     def add(self, chat: Chat, row: Sequence[Conversation], encoded: Sequence[Encoded]) -> None:
         """Count what is said of the conversations of a row, and keep names that change nothing."""
-        found = {kind: text for one in encoded for kind, text in one.notes.items() if text}
-        self.counts.update(found.keys())
-        self.first = found | self.first
+        turns = (turn for one in row for turn in one.turns if is_learned(turn))
+        is_empty = (not turn["content"].strip() and not turn.get("tool_calls") for turn in turns)
+        self.counts["empty"] += any(is_empty)
+        unwritten = next((one.unwritten for one in encoded if one.unwritten), "")
+        self.counts["unwritten"] += bool(unwritten)
+        self.unwritten = self.unwritten or unwritten
         for one in row:
             self.unread.update(one.unread, find_unread(one.turns, chat.tokenizer.chat_template))
 
     def describe(self, chat: Chat, num_rows: int) -> dict[str, str]:
         """Return lines of the plan about rows and their chat template."""
-        lines = {
-            name: what.format(f"{self.counts[kind]} of {num_rows} rows", repr(self.first[kind]))
-            for kind, (name, what) in NOTES.items()
-            if kind in self.counts
-        }
+        lines = {}
+        if num_empty := self.counts["empty"]:
+            lines["empty"] = f"{num_empty} of {num_rows} rows have an answer without text"
+        if self.unwritten:
+            lines["asked"] = (
+                f"the template does not write {self.unwritten!r}, with which it asks for an answer,"
+                f" before the answers of {self.counts['unwritten']} of {num_rows} rows: the model "
+                "will be prompted with text that it never saw"
+            )
         if self.unread:
             lines["not read"] = shorten(sorted(self.unread), 10)
         if chat.day:

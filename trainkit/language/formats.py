@@ -39,8 +39,8 @@ INPUTS = ("input", "context")  # the first that is not empty ends an instruction
 NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "history")
 TOOLS, SYSTEM = ("tools", "functions"), ("system", "system_prompt")  # the first that is not empty
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # False and 0 are values
-PARTS = ("text", "input_text", "output_text", "refusal")  # of a content that is a list
-TURN = ("from", "value", "tool_calls", "function_call", "refusal")  # keys that become others
+PARTS = ("text", "input_text", "output_text")  # of a content that is a list
+TURN = ("from", "value", "tool_calls", "function_call")  # keys that become others
 WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Factory's and Axolotl's
 # What files call those who speak, in small letters. ipython and function are names of templates.
 ROLES = (
@@ -51,7 +51,6 @@ ROLES = (
 )
 PREAMBLES = ("system", "developer")  # a conversation has one at most
 OPENING = (*PREAMBLES, "user")  # an answer does not begin with these
-CALLS = ("function_call", "tool_call")  # these speakers are an assistant that calls tools
 
 
 class Conversation(NamedTuple):
@@ -232,26 +231,15 @@ def read_conversation(row: dict[str, Any], prompt: str, answer: str) -> Conversa
             more = ("\n\n" if row[prompt] else "") + row[inputs] if inputs else ""
             before = as_turns(row[prompt] + more if more else row[prompt], "user")
         said = row[answer] if prompt else _decode(row[answer])
-        turns = _join_prompt(before, as_turns(said, "assistant"))
+        after = as_turns(said, "assistant")
+        if before and after and after[0]["role"] in OPENING:
+            raise UsageError(f"its answer begins with a turn of {after[0]['role']}: leave that out")
+        turns = before + after
     functions = _functions(tools, row[tools]) if tools else ()
     read = {prompt, answer, inputs, tools, system, "label", "chosen", "rejected"}
     unread = tuple(str(name) for name in row if row[name] not in EMPTY and name not in read)
     conversation = Conversation(turns, len(before), functions, text, unread)
-    return with_system(conversation, _join_parts(row[system])[0] if system else "")
-
-
-def _join_prompt(prompt: list[Turn], answer: list[Turn]) -> list[Turn]:
-    """Return a prompt and its answer as one conversation. The answer may begin with the prompt.
-
-    White space may differ there. Raises UsageError if the answer has another prompt.
-    """
-    if not answer or answer[0]["role"] not in OPENING:
-        return prompt + answer
-    if comparable(answer[: len(prompt)]) != comparable(prompt):
-        raise UsageError(
-            "the turns before its answer are not those of its prompt: leave one of the two out"
-        )
-    return answer
+    return with_system(conversation, _join_parts(row[system]) if system else "")
 
 
 def comparable(turns: list[Turn]) -> list[tuple[str, str, str]]:
@@ -278,24 +266,18 @@ def with_system(conversation: Conversation, system: str | None) -> Conversation:
     return conversation._replace(turns=turns, num_prompt=num_prompt + 1)
 
 
-def _join_parts(content: Any) -> tuple[str, str]:
-    """Return what a content says and what was thought before, both as texts.
+def _join_parts(content: Any) -> str:
+    """Return a content as text: of the parts of OpenAI most templates would write Python's list.
 
-    content: a text, or the parts that OpenAI and Anthropic make of it, which most templates would
-    write as Python does. Raises UsageError for parts that are neither, TypeError for others.
+    Raises UsageError for parts that are no text, TypeError for what is neither text nor parts.
     """
     if isinstance(content, str):
-        return content, ""
+        return content
     if not isinstance(content, list):
         raise TypeError
-    texts = {"says": "", "thinks": ""}
-    for part in content:
-        kind = part["type"]
-        if kind not in PARTS and kind != "thinking":
-            raise UsageError(f"a turn holds {kind}, and only text can be learned from")
-        names = [name for name in ("text", "value", kind) if name in part]
-        texts["thinks" if kind == "thinking" else "says"] += part[names[0]]
-    return texts["says"], texts["thinks"]
+    if bad := [part["type"] for part in content if part["type"] not in PARTS]:
+        raise UsageError(f"a turn holds {bad[0]}, and only text can be learned from")
+    return "".join(part["text"] for part in content)
 
 
 def as_turns(value: Any, role: str) -> list[Turn]:
@@ -312,7 +294,7 @@ def _as_turn(turn: dict[str, Any]) -> Turn:
     speaker = turn["from"] if "from" in turn else turn.get("role")  # ShareGPT has from and value
     content = turn["value"] if "value" in turn else turn.get("content")
     calls = turn.get("tool_calls") or turn.get("function_call") or []
-    if speaker is None or not (calls or {"value", "content", "refusal"} & turn.keys()):
+    if speaker is None or not (calls or {"value", "content"} & turn.keys()):
         raise UsageError(
             f"a turn has {shorten(sorted(turn)) or 'nothing'}: rename them to role and content, or "
             "to from and value"
@@ -320,18 +302,13 @@ def _as_turn(turn: dict[str, Any]) -> Turn:
     if wrong := [name for name in WEIGHTS if turn.get(name) not in (None, 0, 1)]:
         raise UsageError(f"a turn has the {wrong[0]} {turn[wrong[0]]!r}: only 0 and 1 are read")
     role = ROLES.get(speaker.strip().lower())
-    if speaker.strip().lower() in CALLS:
-        role, content, calls = "assistant", None, content
     if role is None:
         raise UsageError(
             f"a turn has the role {speaker!r}: rename it to user, assistant, system or tool"
         )
     calls = _functions("calls of tools", calls)
-    content = content or turn.get("refusal") or ("" if calls else content)
-    content, thoughts = _join_parts(content)
+    content = _join_parts(content or ("" if calls else content))
     kept = {name: value for name, value in _without_nulls(turn).items() if name not in TURN}
-    if thoughts:
-        kept = {"reasoning_content": thoughts} | kept
     return kept | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
 
 

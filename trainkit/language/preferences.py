@@ -229,8 +229,6 @@ def warn_of_unlikely(metrics: dict[str, float], beta: float, pairs: Sequence[Pai
 
 
 def _only_sample(encoded: Encoded) -> Sample:
-    if lost := encoded.notes.get("lost"):
-        raise ValueError(f"the chat template leaves out or changes {lost!r}")
     if len(encoded.samples) > 1:
         raise ValueError("the chat template changes its earlier answers: compare one at a time")
     nothing = torch.zeros(0, dtype=torch.int64)

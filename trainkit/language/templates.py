@@ -2,10 +2,9 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date, datetime, time
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,23 +31,22 @@ class Sample(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The samples of a conversation, the tokens that ask for its first answer, and notes.
+    """The samples of a conversation, and the tokens that ask for its first answer.
 
     There is one sample, or one for each answer if the template changes earlier turns when others
-    follow them, as some do with the text between <think> and </think>. The notes are of kinds that
-    NOTES of conversations.py has, each with an example; "" is none.
+    follow them, as some do with the text between <think> and </think>.
     """
 
     samples: list[Sample]
     ask: Sequence[int] = ()
-    notes: Mapping[str, str] = MappingProxyType({})
+    unwritten: str = ""  # what the template asks with and does not write before an answer
 
 
 class _Answer(NamedTuple):
     tokens: list[int]  # of the conversation up to its end
     span: tuple[int, int]  # which of them are the answer
     ask: list[int]
-    notes: dict[str, str]
+    unwritten: str
 
 
 class Chat:
@@ -93,10 +91,9 @@ class Chat:
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         tokens = self.tokenizer(after, add_special_tokens=False).input_ids
         self.end = next((token for token in tokens if token in special), None)
-        before, _, behind = asked.removeprefix(self.tokenizer.bos_token or "").partition("question")
-        self.before = before.strip().rpartition("\n")[2]
-        between = text.rpartition("answer")[0].rpartition("question")[2]
-        self.behind = tuple(words.strip() for words in (behind, between) if words.strip())
+        behind = asked, text.rpartition("answer")[0]
+        behind = (each.rpartition("question")[2].strip() for each in behind)
+        self.behind = tuple(filter(None, behind))
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Any] = (), ask: bool = False) -> str:
         """Return turns as text; with `ask` up to where the next answer begins."""
@@ -166,17 +163,12 @@ class Chat:
             answer += end if answer[-1:] != end else []
             return Encoded([_sample(ask + answer, [(len(ask), len(ask + answer))])], ask)
         hidden = [self._prepare(turn) for turn in turns]
-        texts = (turn[name] for turn in hidden for name in TEXTS if name in turn)
-        found = next(filter(None, map(PLACEHOLDERS.search, texts)), None)
-        inside = [*self.placeholders][ord(found[0][0]) - PLACEHOLDER] if found else ""
-        encoded = self._encode_turns(conversation._replace(turns=hidden), size)
-        return encoded._replace(notes={**encoded.notes, "inside": inside})
+        return self._encode_turns(conversation._replace(turns=hidden), size)
 
     def _prepare(self, turn: Turn) -> Turn:
         """Return a turn whose special tokens are hidden, without the one that will end it."""
         content = turn["content"].rstrip()
-        is_written = content.endswith(self.behind) and self.before in content
-        if turn["role"] == "user" and is_written:
+        if turn["role"] == "user" and content.endswith(self.behind):
             raise ValueError(
                 "its prompt is already written in the chat template, up to where an answer begins: "
                 "give its words alone"
@@ -200,8 +192,8 @@ class Chat:
             samples = [_sample(whole, spans)]
         else:
             samples = [_sample(answer.tokens, [answer.span]) for answer in answers]
-        notes = [note for answer in reversed(answers) for note in answer.notes.items() if note[1]]
-        return Encoded(samples, answers[0].ask, dict(notes))
+        unwritten = next((answer.unwritten for answer in answers if answer.unwritten), "")
+        return Encoded(samples, answers[0].ask, unwritten)
 
     def _encode_turn(self, conversation: Conversation, number: int) -> _Answer:
         turns = conversation.turns
@@ -236,14 +228,10 @@ class Chat:
         # ways.
         parts = [part["content"] for part in before if part["role"] not in ("assistant", "tool")]
         parts += [turn["content"], turn.get("reasoning_content", ""), *tool_names]
-        lost = _missing(text, *parts) or _missing(text[len(same) :], *call_names)
-        span = (num_equal(asked, tokens), len(tokens))
-        notes = {
-            "empty": "" if turn["content"].strip() or turn.get("tool_calls") else "an answer",
-            "lost": lost[:30],
-            "unwritten": ask[len(same) :].strip() and ask[len(same) :][-30:],
-        }
-        return _Answer(tokens, span, asked, notes)
+        if lost := _missing(text, *parts) or _missing(text[len(same) :], *call_names):
+            raise ValueError(f"the chat template leaves out or changes {lost[:30]!r}")
+        unwritten = ask[len(same) :].strip() and ask[len(same) :][-30:]
+        return _Answer(tokens, (num_equal(asked, tokens), len(tokens)), asked, unwritten)
 
 
 def _fix_date(day: date) -> str:
