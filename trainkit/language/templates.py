@@ -91,8 +91,8 @@ class Chat:
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         tokens = self.tokenizer(after, add_special_tokens=False).input_ids
         self.end = next((token for token in tokens if token in special), None)
-        behind = asked, text.rpartition("answer")[0]
-        behind = (each.rpartition("question")[2].strip() for each in behind)
+        ends = asked, text.rpartition("answer")[0]
+        behind = (each.rpartition("question")[2].strip() for each in ends)
         self.behind = tuple(filter(None, behind))
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Any] = (), ask: bool = False) -> str:
