@@ -20,7 +20,6 @@ from saving import Run, step
 from sharded import KINDS, env
 
 from trainkit.checkpoints import mirror
-from trainkit.config import TrainingConfig
 from trainkit.errors import LoneFailure, RunFailure
 from trainkit.numbers.orders import Progress
 from trainkit.store import places as stores
@@ -308,8 +307,6 @@ def test_a_store_that_repeats_a_secret_without_its_url_does_not_print_it(faulty,
 def test_a_mirror_that_is_none_is_refused(tmp_path):
     with refused(r"--mirror nowhere://x cannot be used: .*nowhere"):
         Run(tmp_path, 2, mirror="nowhere://x")
-    with refused("--mirror-must needs --mirror URL"):
-        mirror.open_mirror(None, TrainingConfig(mirror_must=True))
 
 
 class Lost:

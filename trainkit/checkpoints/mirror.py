@@ -310,8 +310,6 @@ def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | No
     Every process must call this. Raises UsageError on all of them if it cannot be used, or if it
     holds a run and this one is new.
     """
-    if config.mirror_must and not config.mirror:
-        raise UsageError("--mirror-must needs --mirror URL")
     if not config.mirror:
         return None
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args
 
 import tyro
 from tyro.constructors import (
@@ -31,18 +30,10 @@ C = TypeVar("C")
 COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\s'"\\#])[^\s'"\\]*)|(?<!\S)#.*""")
 
 # A path that was made from a URL, with one slash less; a letter alone is a drive of Windows.
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+")
 
 # The flags that people use, which --help shows before all others.
 USED_MOST = "dataset data target model epochs batch_size learning_rate run_dir resume"
-
-WANTED = {int: "a whole number, such as 12", float: "a number, such as 0.5", Path: "a path"}
-
-# Flags that a script had before every run had --target.
-REPLACED = {
-    "--target-accuracy": "give --target eval_accuracy:VALUE",
-    "--target-r2": "give --target eval_r2:VALUE",
-}
 
 NOT_SHOWN = tyro.conf.arg(help_behavior_hint="")  # hides the default in --help
 
@@ -58,7 +49,7 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     docstring = sys.modules[kind.__module__].__doc__ or ""  # there is none under python -OO
     words = list(_read_files(sys.argv[1:] if argv is None else argv))
     script = Path(sys.argv[0]).name
-    moved = REPLACED | getattr(kind, "MOVED", {})  # flags that it had, and what to do
+    moved = getattr(kind, "MOVED", {})  # flags that it had, and what to do
     for name in (word.partition("=")[0] for word in words):
         if name in moved and not hasattr(kind, name[2:].replace("-", "_")):
             raise UsageError(f"{name}: {moved[name]}")
@@ -76,7 +67,7 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     except SystemExit as end:
         if not end.code:
             raise  # after --help
-        said = _explain(_first_sentence(messages.getvalue()), words, kind)
+        said = _first_sentence(messages.getvalue())
         raise UsageError(f"{said} (see {script} --help)") from None
     if problems := find_urls(config) + find_empty(words, config):
         raise UsageError("; ".join(problems))
@@ -89,33 +80,24 @@ def find_empty(words: Sequence[str], config: Any) -> list[str]:
     Such a path would be the working directory, and such a text no value at all. A list may be
     empty.
     """
-    problems = []
-    for before, word in pairwise(["", *words]):
-        name = before if not word else word[:-1]
-        is_list = isinstance(getattr(config, name[2:].replace("-", "_"), None), list)
-        if not is_list and (not word or re.fullmatch(r"--[\w-]+=", word)):
-            what = name if name.startswith("-") else "a word of the command line"
-            problems.append(f"{what} is empty: give it a value, or leave it out")
-    return problems
+    lists = {flag(name) for name, value in vars(config).items() if isinstance(value, list)}
+    pairs = pairwise(["a word of the command line", *words])
+    empty = [before for before, word in pairs if not word]
+    empty += [word[:-1] for word in words if re.fullmatch(r"--[\w-]+=", word)]
+    return [
+        f"{name} is empty: give it a value, or leave it out" for name in empty if name not in lists
+    ]
 
 
 def find_urls(config: Any) -> list[str]:
     """A phrase for each URL that was given where a path on this machine is read or written."""
-    problems = []
-    for name, value in vars(config).items():
-        for path in value if isinstance(value, list | tuple) else [value]:
-            match = URL.match(path.as_posix()) if isinstance(path, Path) else None
-            if match is None:
-                continue
-            rest = re.sub(r"^[^/]*@|\?.*", "", path.as_posix()[match.end() :])  # no passwords
-            url = f"{match[1]}://{rest}"
-            remedy = "copy it to this machine first, and give the path of that"
-            if match[1].lower() == "file":
-                remedy = f"write /{rest}"
-            elif name == "run_dir":
-                remedy = f"give a folder here, and copy it there with --mirror {url}"
-            problems.append(f"{flag(name)} {url} is a URL, where a path is needed: {remedy}")
-    return problems
+    return [
+        f"{flag(name)} is a URL, where a path is needed: copy it to this machine first; "
+        "--mirror URL takes checkpoints there"
+        for name, value in vars(config).items()
+        for path in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(path, Path) and URL.match(path.as_posix())
+    ]
 
 
 def flag(name: str) -> str:
@@ -172,34 +154,3 @@ def _first_sentence(box: str) -> str:
     if meant:
         sentence += f"; perhaps you meant {' or '.join(meant)}"
     return sentence
-
-
-def _explain(said: str, words: Sequence[str], kind: type) -> str:
-    """Say what the value of the flag that tyro names must be, if its type has words for that."""
-    stray = said.removeprefix("Unrecognized options: ")
-    if stray != said and not re.search("(^|, )-", stray):
-        return (
-            f"{stray} belongs to no flag: leave it out, give it a flag, or put a value with blanks "
-            "into quotes; a switch takes no value, it is --NAME or --no-NAME"
-        )
-    named = re.match(r"(?:Error parsing|Missing value|invalid choice).*?--([\w-]+)['.:]", said)
-    name = named[1].replace("-", "_") if named else ""
-    typed = [at for at, word in enumerate(words) if flag(word.partition("=")[0][2:]) == flag(name)]
-    wanted = describe(get_type_hints(kind, include_extras=True).get(name))
-    if not typed or not wanted:
-        return said
-    value = " ".join([words[typed[-1]].partition("=")[2], *words[typed[-1] + 1 :][:1]]).split()
-    if not value or value[0].startswith("--"):
-        return f"{flag(name)} needs a value: {wanted}"
-    return f"{flag(name)} {value[0]} must be {wanted}"
-
-
-def describe(hint: Any) -> str:
-    """What a value of this type is to a user: words for a choice, a number and a path alone."""
-    parts = [part for part in get_args(hint) if part is not NoneType]
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, parts))}"
-    is_inside = get_origin(hint) is Annotated or len(parts) == 1 < len(get_args(hint))
-    if any(isinstance(part, PrimitiveConstructorSpec) for part in parts):
-        return ""  # it reads the word by a rule of its own
-    return describe(parts[0]) if is_inside else WANTED.get(hint, "")

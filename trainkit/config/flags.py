@@ -160,7 +160,7 @@ class TrainingConfig:
     """checkpoints to keep, at least 2"""
     keep_best: MayChange[Metric | None] = None
     """a metric, or METRIC:min, METRIC:max: keep its best checkpoint and write best.safetensors"""
-    patience: MayChange[Count | None] = None
+    patience: MayChange[Annotated[Count | None, ReadOnlyIf("keep_best")]] = None
     """end the run after this many evaluations in a row that are not the best by --keep-best"""
     target: MayChange[str | None] = None
     """METRIC:VALUE, such as eval_accuracy:0.99: exit with 3 if the last evaluation misses it"""
@@ -168,7 +168,7 @@ class TrainingConfig:
     """initial weights, a safetensors file, matched by name; a checkpoint of --resume comes first"""
     mirror: MayChange[str | None] = None
     """where checkpoints are copied and --resume finds them: s3://, gs://, hf://, another folder"""
-    mirror_must: MayChange[bool] = False
+    mirror_must: MayChange[Annotated[bool, ReadOnlyIf("mirror")]] = False
     """exit with 1 if --mirror does not have the whole run at the end"""
     dry_run: MayChange[bool] = False
     """print the plan, try one step and one batch of the evaluation, and leave nothing"""
@@ -234,7 +234,7 @@ class TrainingConfig:
         metric, _, value = self.target.rpartition(":")
         name, direction = metric_and_direction(metric)
         if not name or not direction:
-            raise ValueError(f"{metric!r} is no METRIC, METRIC:min or METRIC:max")
+            raise ValueError("or METRIC:min:VALUE where the name does not say what is better")
         return name, direction, float(value)
 
     @property
@@ -257,11 +257,11 @@ class TrainingConfig:
 
     def find_problems(self, num_processes: int) -> list[str]:
         """What is wrong with the values, one phrase each; a script adds to what this returns."""
-        problems = find_broken_rules(self) + find_wrong_target(self)
-        if self.mirror_must and not self.mirror:
-            problems.append("--mirror-must needs --mirror URL")
-        if self.patience and not self.keep_best:
-            problems.append("--patience needs --keep-best METRIC, the metric to watch")
+        problems = find_broken_rules(self)
+        try:
+            self.metric_target  # noqa: B018
+        except ValueError as problem:
+            problems.append(f"--target {self.target} must be METRIC:VALUE, {problem}")
         mode = os.environ.get("ACCELERATE_DYNAMO_MODE")
         if self.accumulate > 1 and mode in WITH_CUDA_GRAPHS:
             problems.append(
@@ -302,7 +302,7 @@ class TrainingConfig:
         To be called before load_data, which may set such a field itself.
         """
         problems = []
-        for name, note in _last_notes_of(type(self)):
+        for name, note in dict.fromkeys(_notes_of(type(self))):
             if not isinstance(note, ReadOnlyIf):
                 continue
             value = getattr(self, name)
@@ -311,26 +311,15 @@ class TrainingConfig:
                 problems.append(f"{self._typed(name, value)} {self._why_unread(note, other)}")
         return problems
 
-    def _find_unset(self) -> list[str]:
-        """A phrase for each shared flag that has no value, which it needs from here on."""
-        needed = [each.name for each in fields(TrainingConfig) if each.default is not UNSET]
-        return [
-            f"{flag(name)} has no value: give one, or let load_data call config.set_unset(...)"
-            for name in needed
-            if getattr(self, name) is UNSET
-        ]
-
     def _why_unread(self, note: ReadOnlyIf, other: Any) -> str:
         """Say that a flag does nothing beside this value of the other, and what to do."""
-        if None in note.values:
-            return f"does nothing with {flag(note.name)}: leave out one of them"
-        if note.values:
-            wanted = f"{flag(note.name)} {' or '.join(map(str, note.values))}"
-            there = self._typed(note.name, other)
-            return f"does nothing with {there}: leave it out, or give {wanted}"
-        if self._default(note.name):
-            return f"does nothing with {self._typed(note.name, other)}: leave out one of them"
-        return f"does nothing without {flag(note.name)}: leave it out, or give both"
+        if not note.values and not self._default(note.name):
+            return f"does nothing without {flag(note.name)}: leave it out, or give both"
+        there = self._typed(note.name, other)
+        if None in note.values or not note.values:
+            return f"does nothing with {there}: leave out one of them"
+        wanted = f"{flag(note.name)} {' or '.join(map(str, note.values))}"
+        return f"does nothing with {there}: leave it out, or give {wanted}"
 
     def _default(self, name: str) -> Any:
         field = self.__dataclass_fields__[name]
@@ -353,7 +342,15 @@ class TrainingConfig:
         is_loaded: load_data has been called, so that values may be there that were not given.
         """
         problems = self.find_problems(num_processes)
-        problems += self._find_unset() if is_loaded else self.find_unread()
+        if not is_loaded:
+            problems += self.find_unread()
+        else:
+            needed = [each.name for each in fields(TrainingConfig) if each.default is not UNSET]
+            problems += [
+                f"{flag(name)} has no value: give one, or let load_data call config.set_unset(...)"
+                for name in needed
+                if getattr(self, name) is UNSET
+            ]
         if problems:
             raise UsageError("; ".join(problems))
 
@@ -368,33 +365,17 @@ def find_broken_rules(config: Any) -> list[str]:
     return problems
 
 
-def find_wrong_target(config: TrainingConfig) -> list[str]:
-    """A phrase for a --target that is no metric with a value."""
-    try:
-        config.metric_target  # noqa: B018
-    except ValueError as problem:
-        return [
-            f"--target {config.target} must be METRIC:VALUE, such as eval_accuracy:0.99, or "
-            "METRIC:min:VALUE, METRIC:max:VALUE where the name does not say what is better "
-            f"({problem})"
-        ]
-    return []
-
-
 def _notes_of(kind: type) -> Iterator[tuple[str, Any]]:
-    """What Annotated has for each field, in its own class or in one that it comes from."""
-    for base in reversed(kind.__mro__):
-        for name, hint in inspect.get_annotations(base).items():
-            yield from ((name, note) for note in _notes(hint))
+    """What Annotated has for each field, in its own class or in one that it comes from.
 
-
-def _last_notes_of(kind: type) -> Iterator[tuple[str, Any]]:
-    """What Annotated has for each field, in the last class that declares it."""
-    hints: dict[str, Any] = {}
-    for base in reversed(kind.__mro__):
-        hints |= inspect.get_annotations(base)
-    for name, hint in hints.items():
-        yield from ((name, note) for note in _notes(hint))
+    A ReadOnlyIf counts only in the last class that declares the field.
+    """
+    hints = [x for base in reversed(kind.__mro__) for x in inspect.get_annotations(base).items()]
+    last = dict(hints)
+    for name, hint in hints:
+        for note in _notes(hint):
+            if hint is last[name] or not isinstance(note, ReadOnlyIf):
+                yield name, note
 
 
 def _notes(hint: Any) -> Iterator[Any]:
