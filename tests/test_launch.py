@@ -18,12 +18,10 @@ import pytest
 import torch
 from accelerate import notebook_launcher
 from conftest import CONFIGS, ROOT, refused, run
-from filelock import FileLock
 from torch.distributed.launcher.api import ChildFailedError
 
 from trainkit.errors import EXIT_STOPPED, is_main_rank
 from trainkit.launch import environment as launch
-from trainkit.launch.run_folder import Lock
 from trainkit.tools import launch as launcher
 
 # A script whose main process, which says what is wrong, starts last.
@@ -98,11 +96,6 @@ REFUSED = [
     ("ACCELERATE_MIXED_PRECISION=fp8", 1, "PRECISION=fp8: use bf16, fp16 or no"),
     ("ACCELERATE_DYNAMO_BACKEND=tensorrt", 0, "inductor"),
     (f"{LAUNCHED}fp16", 0, "asks for 1 GPU, but torch sees none here: check"),
-    (
-        f"{LAUNCHED}no TORCHELASTIC_MAX_RESTARTS=3 TORCHELASTIC_USE_AGENT_STORE=True",
-        1,
-        "--max_restarts 3: .*--rdzv_backend c10d.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-    ),
     (WORLD, 1, "2 processes.*has 1 GPU: use a YAML with num_processes: 1"),
 ]
 
@@ -244,19 +237,6 @@ def main(argv):
     )
     sentence = "error: process 0 could not reach the other processes within"
     assert waiting.error(1).startswith(sentence)
-
-
-def test_a_lock_that_cannot_be_written_is_named_with_the_remedy(tmp_path, monkeypatch):
-    (tmp_path / "run.lock").mkdir()
-    with refused("its lock, .*run.lock, is a folder: remove it"):
-        Lock(tmp_path / "run", 0)
-
-    def denied(self, **options):
-        raise PermissionError(13, "Permission denied", self.lock_file)
-
-    monkeypatch.setattr(FileLock, "acquire", denied)
-    with refused("its lock, .*other.lock, cannot be written .Permission denied.: make the folder"):
-        Lock(tmp_path / "other", 0)
 
 
 @pytest.mark.parametrize(

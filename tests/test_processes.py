@@ -1,6 +1,5 @@
 """One process may work alone for as long as it lives; one that does not answer is lost."""
 
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -12,7 +11,6 @@ from conftest import linux_only
 
 from trainkit.errors import LoneFailure, LostProcess
 from trainkit.launch import processes
-from trainkit.launch.nodes import first_on_each_node
 from trainkit.launch.processes import failing_together
 
 SINGLE = SimpleNamespace(num_processes=1, is_main_process=True, is_local_main_process=True)
@@ -55,27 +53,6 @@ def test_a_lost_process_is_said_without_asking_the_others(monkeypatch):
     monkeypatch.setattr("trainkit.launch.processes.gather_object", None)  # it would wait for it
     with pytest.raises(LostProcess, match="gone"), failing_together(process(0), "saving"):
         raise LostProcess("gone")
-
-
-def test_what_takes_long_before_the_first_step_is_said(monkeypatch, capfd):
-    monkeypatch.setattr(processes, "SAY_SECONDS", (0.05, 0.1, 60.0))
-    main = SimpleNamespace(is_main_process=True)
-    stop = processes.say_what_takes_long(main, lambda: False)
-    time.sleep(0.4)
-    stop()
-    processes.say_what_takes_long(SimpleNamespace(is_main_process=False), lambda: False)
-    processes.say_what_takes_long(main, lambda: True)  # it has made a step
-    time.sleep(0.2)
-    said = capfd.readouterr().err.splitlines()
-    assert [line.split(":")[0] for line in said] == ["no step yet after 0 s"] * 2
-
-
-def test_what_takes_long_is_named_by_the_script_and_by_the_function(monkeypatch):
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
-    said = first_on_each_node(SINGLE, processes._say_where, timedelta(seconds=1))
-    assert said.startswith("at work in test_what_takes_long_is_named_by_the_script_and_by_the_fun")
-    assert "(test_processes.py, line" in said
-    assert ", in frame_of_main_thread (private_names.py, line" in said
 
 
 SLOW = '''"""A regression whose first process does longer than --timeout what it does alone."""

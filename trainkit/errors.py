@@ -1,13 +1,10 @@
 """Errors for the user: one sentence and one exit code, the same on all processes."""
 
-import errno
 import os
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from trainkit.text import first_sentence
 
@@ -21,18 +18,11 @@ EXIT_INTERRUPTED = 130
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 SIGNALS = tuple(getattr(signal, name) for name in STOPPING if hasattr(signal, name))
 
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
-# Folders of caches of Hugging Face, by the variables that name them.
-CACHES = ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HOME")
 SHM = "/dev/shm"
-SMALL_SHM = 2**30  # bytes; Docker gives 64 MB
 ENLARGE_SHM = (
     "through which processes and loader workers pass batches: enlarge it (docker run --shm-size), "
     "or use fewer --num-workers, or --num-workers 0"
 )
-# Messages that do not say that it was /dev/shm.
-MAYBE_SHM = "signal: Bus|DataLoader timed out|No space left|Read-only file system"
-
 # Messages of torch, safetensors, gloo, NCCL and the system when something happens to one process
 # only, and what they mean. Each pattern is searched in the exception's type and message.
 FAILURES = {
@@ -42,6 +32,8 @@ FAILURES = {
     r"DataLoader worker .* signal: Killed": "lost a loader worker, which was killed, probably "
     "because the memory is full: give the job more, or use fewer --num-workers or a smaller "
     "--batch-size",
+    "DataLoader worker .* signal: Bus": f"lost a loader worker, for which {SHM} was too small, "
+    f"{ENLARGE_SHM}",
     r"DataLoader worker .* signal: ([^.]+)": "lost a loader worker, which a signal ended ({}): "
     "look at what the data set does, or try --num-workers 0",
     r"DataLoader worker .* with exit code (\d+)": "lost a loader worker, which exited with "
@@ -138,47 +130,7 @@ def as_usage_error(what: str) -> Iterator[None]:
     except Exception as problem:
         # datasets wraps the error of a file reader in one of its own.
         cause = problem.__cause__ or problem
-        if isinstance(cause, OSError) and cause.errno in CANNOT_WRITE:
-            if cache := name_cache(cause.filename):
-                remedy = "set it to a folder that can be"
-                raise UsageError(f"{cache} ({cause.strerror}): {remedy}") from problem
-            if cause.filename is None:  # as of a semaphore for loader workers
-                what = f"{what}{describe_shm()}"
         raise UsageError(f"{what}: {first_sentence(cause)}") from problem
-
-
-def name_cache(filename: object) -> str:
-    """Say which cache cannot be written if a path is in one, or would be made for one; or nothing.
-
-    The cache is named by the variable that moves it.
-    """
-    if not isinstance(filename, str):
-        return ""
-    path = Path(filename)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    for name in CACHES:
-        given = os.environ.get(name) or (home if name == "HF_HOME" else None)
-        if not given:
-            continue
-        folder = Path(given).expanduser()
-        is_made_for_it = path in folder.parents and not path.exists()
-        if is_made_for_it or folder in (path, *path.parents):
-            return f"{name}, {folder}, cannot be written"
-    return ""
-
-
-def describe_shm() -> str:
-    """Say of /dev/shm that it is small, full or read-only; "" if it is not, or is not there."""
-    try:
-        size, free = shutil.disk_usage(SHM)[::2]
-    except OSError:  # not on Linux
-        return ""
-    state = f"has {size / 1e6:.0f} MB, {free / 1e6:.0f} MB of them free"
-    if not os.access(SHM, os.W_OK):
-        state = "cannot be written"
-    elif size >= SMALL_SHM and free >= size / 10:
-        return ""
-    return f"; {SHM} {state}, {ENLARGE_SHM}"
 
 
 def explain(problem: Exception) -> str | None:
@@ -190,15 +142,11 @@ def explain(problem: Exception) -> str | None:
         return f"got no batch: the data set raised {text.strip().splitlines()[-1]}"
     for pattern, sentence in FAILURES.items():
         if found := re.search(pattern, text):
-            is_named = SHM in sentence or not re.search(MAYBE_SHM, text)
-            return sentence.format(*found.groups()) + ("" if is_named else describe_shm())
+            return sentence.format(*found.groups())
     return None
 
 
 def advise(problem: Exception) -> str | None:
     """Say what to do where torch refuses an operation of the script; None if it is not known."""
-    return next(
-        (text for pattern, text in ADVICE.items() if re.search(pattern, str(problem))), None
-    )
     found = (text for pattern, text in ADVICE.items() if re.search(pattern, str(problem)))
     return next(found, None)

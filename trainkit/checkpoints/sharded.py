@@ -34,8 +34,7 @@ from trainkit.repairs.replaced import (
     prepare_untrained,
     recompute_layers,
     shard_models,
-    wrap_backward,
-    wrap_prepare,
+    wrap_method,
 )
 
 Tensors = dict[str, torch.Tensor]
@@ -87,8 +86,8 @@ def shard(accelerator: Accelerator) -> None:
         return result if len(objects) > 1 else result[0]
 
     _use(accelerator, plugin)
-    wrap_prepare(accelerator, prepare_sharded)
-    wrap_backward(accelerator, _backward)
+    wrap_method(accelerator, "prepare", prepare_sharded)
+    wrap_method(accelerator, "backward", _backward)
 
 
 def _backward(backward: Callable[..., Any], *args: Any, **options: Any) -> None:

@@ -19,7 +19,6 @@ from trainkit.text import count
 # Where mpirun and srun put the number of processes they started. Accelerate does not read these.
 NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 TRUE, FALSE = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
-NUMBER = "[0-9]{0,9}", "use a whole number"
 SWITCH = f"{TRUE}|{FALSE}", "use true or false"
 NO_SHARDS = (
     FALSE,
@@ -37,15 +36,6 @@ SIZE = "[1-9][0-9]{0,8}", "use a whole number of at least 1"
 # trained: the allowed values, and the remedy for all others. Accelerate 1.15 reads FSDP_*,
 # MEGATRON_LM_*, ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only if one of these asks for it.
 VARIABLES = {
-    "WORLD_SIZE": NUMBER,
-    "LOCAL_WORLD_SIZE": NUMBER,
-    "RANK": NUMBER,
-    "LOCAL_RANK": NUMBER,
-    "GROUP_RANK": NUMBER,
-    "MASTER_PORT": NUMBER,
-    "ACCELERATE_USE_CPU": SWITCH,
-    "ACCELERATE_DEBUG_MODE": SWITCH,
-    "FORK_LAUNCHED": SWITCH,
     "ACCELERATE_MIXED_PRECISION": ("no|fp16|bf16", "use bf16, fp16 or no"),
     "ACCELERATE_USE_FSDP": SWITCH,
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
@@ -79,7 +69,6 @@ def check_launch() -> str:
     precision = check_variables()
     check_ranks()
     check_launcher_flags()
-    check_restarts()
     check_devices()
     num_copies(int(os.environ.get("WORLD_SIZE") or 1))
     # With it Accelerate would make a mesh by itself, and refuse that on the CPU: see sharded.shard.
@@ -93,9 +82,7 @@ def check_variables() -> str:
     if (precision := precision_of_notebook_launcher()) != "no":
         env["ACCELERATE_MIXED_PRECISION"] = precision
     for name, (allowed, remedy) in VARIABLES.items():
-        # Kubernetes sets MASTER_PORT to an address for a service that is called master.
-        is_read = name != "MASTER_PORT" or env.get("WORLD_SIZE", "1") not in ("", "1")
-        if is_read and name in env and not re.fullmatch(allowed, env[name]):
+        if name in env and not re.fullmatch(allowed, env[name]):
             raise UsageError(f"{name}={env[name]}: {remedy}, or unset it")
     return env.get("ACCELERATE_MIXED_PRECISION", "no")
 
@@ -155,19 +142,6 @@ def check_devices() -> None:
 def by_accelerate() -> bool:
     """True if `accelerate launch` started this process: it sets both variables, a user sets one."""
     return {"ACCELERATE_DYNAMO_MODE", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
-
-
-def check_restarts() -> None:
-    """Refuse --max_restarts of `accelerate launch` if a restart would not find its processes."""
-    num_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    # Set by the launcher: a static rendezvous, or c10d that shares its store (pytorch 135712).
-    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if by_accelerate() and num_restarts != "0" and is_shared:
-        raise UsageError(
-            f"--max_restarts {num_restarts}: the processes of a restart would look for those that "
-            "have ended: also give --rdzv_backend c10d, and set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (docs/scaling.md, machines that come back)"
-        )
 
 
 def check_launcher_flags() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +18,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from trainkit.errors import LostProcess, RunFailure, UsageError, explain
-from trainkit.repairs.private_names import frame_of_main_thread, store_of_processes
+from trainkit.repairs.private_names import store_of_processes
 from trainkit.text import first_sentence
 
 SAME = 1e-6  # relative difference of a metric that processes have computed from the same values
 BEAT_SECONDS = 1.0
-SAY_SECONDS = (10.0, 60.0, 300.0, 1800.0)  # after these a line says what the first step waits for
-CODE = Path(__file__).resolve().parents[1]
 # Every process makes the same calls in the same order, so they agree on the numbers.
 NUMBERS = itertools.count()
 
@@ -236,40 +233,3 @@ def _check_beats(
                 f"process {rank} has not answered for {limit.total_seconds():.0f} s: read its "
                 "output, then start the same command with --resume auto"
             )
-
-
-def say_what_takes_long(
-    accelerator: Accelerator, is_over: Callable[[], bool]
-) -> Callable[[], None]:
-    """Say on stderr what the main process is doing if the first step is a long time in coming.
-
-    It ends when is_over() is true, or when the returned function is called.
-    """
-    stopped = threading.Event()
-    if not accelerator.is_main_process:
-        return stopped.set
-
-    def watch() -> None:
-        waited = 0.0
-        for seconds in SAY_SECONDS:
-            if stopped.wait(seconds - waited) or is_over():
-                return
-            waited = seconds
-            print(f"no step yet after {seconds:.0f} s: {_say_where()}", file=sys.stderr)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return stopped.set
-
-
-def _say_where() -> str:
-    """Name the function of the script in which the main thread is, and that of trainkit."""
-    stack = traceback.extract_stack(frame_of_main_thread())
-    script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
-    of_script = [each for each in stack if os.path.realpath(each.filename) == script]
-    of_trainkit = [each for each in stack if CODE in Path(each.filename).parents]
-    named = [
-        f"{each[-1].name} ({Path(each[-1].filename).name}, line {each[-1].lineno})"
-        for each in (of_script, of_trainkit)
-        if each
-    ]
-    return f"at work in {', in '.join(named)}" if named else "at work outside of the script"

@@ -95,20 +95,12 @@ class Lock:
     def _acquire(self, path: Path) -> BaseFileLock:
         path.parent.mkdir(parents=True, exist_ok=True)
         held = FileLock(path)
-        what = f"--run-dir {self.run_dir} cannot be used, because its lock, {path}, "
         try:
             held.acquire(timeout=self.wait_seconds, poll_interval=0.2)
         except Timeout as problem:
             raise UsageError(
                 f"--run-dir {self.run_dir} is in use by another process: wait for it, stop it (on "
                 f"its machine `fuser {path}` names it), or choose another folder"
-            ) from problem
-        except IsADirectoryError as problem:
-            raise UsageError(f"{what}is a folder: remove it") from problem
-        except OSError as problem:
-            raise UsageError(
-                f"{what}cannot be written ({problem.strerror}): make the folder and the file "
-                "writable for this user, or choose another --run-dir"
             ) from problem
         return held
 

@@ -5,10 +5,7 @@ tests/test_private.py fails if another module reads a private name of another pa
 
 import inspect
 import os
-import sys
-import threading
 from collections.abc import Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import accelerate
@@ -115,11 +112,6 @@ def mesh_groups(accelerator: Accelerator) -> dict[str, torch.distributed.Process
     mesh = accelerator.torch_device_mesh
     names = accelerator.parallelism_config.fsdp_dim_names if mesh else ()
     return {name.removesuffix("_cp"): mesh[name].get_group() for name in names}
-
-
-def frame_of_main_thread() -> FrameType | None:
-    """What the main thread of this process is executing."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def named_weights(model: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -168,20 +168,9 @@ def unwatch(owner: Any, name: str) -> None:
     setattr(owner, name, getattr(owner, name).__wrapped__)
 
 
-def wrap_prepare(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None:
-    """Make accelerator.prepare(...) call wrapper(prepare, ...), with what it was before.
-
-    For what has to be done to a model before Accelerate wraps it, whoever calls prepare.
-    """
-    accelerator.prepare = functools.partial(wrapper, accelerator.prepare)
-
-
-def wrap_backward(accelerator: Accelerator, wrapper: Callable[..., Any]) -> None:
-    """Make accelerator.backward(...) call wrapper(backward, ...), with what it was before.
-
-    For an error of torch that a sentence has to explain.
-    """
-    accelerator.backward = functools.partial(wrapper, accelerator.backward)
+def wrap_method(accelerator: Accelerator, name: str, wrapper: Callable[..., Any]) -> None:
+    """Make accelerator.NAME(...) call wrapper(method, ...), with what it was before."""
+    setattr(accelerator, name, functools.partial(wrapper, getattr(accelerator, name)))
 
 
 def prepare_untrained(accelerator: Accelerator, model: nn.Module) -> nn.Module:

@@ -25,7 +25,7 @@ from trainkit.checkpoints.contents import Contents, Frozen
 from trainkit.checkpoints.resume import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.config import TrainingConfig
-from trainkit.launch.processes import say_what_takes_long, start_beating, wait_for_all
+from trainkit.launch.processes import start_beating, wait_for_all
 from trainkit.launch.run_folder import borrow_run_folder, open_run
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import same_bits
@@ -93,9 +93,6 @@ class Run:
         self.signals = Signals(self.accelerator, config.time_limit)
         self.resources.callback(self.signals.restore)
         self.resources.callback(start_beating(self.accelerator))
-        self.resources.callback(
-            say_what_takes_long(self.accelerator, lambda: self.signals.stepping)
-        )
         if config.deterministic:
             self.resources.enter_context(same_bits())
         set_seed(config.seed)
