@@ -148,9 +148,12 @@ class LoopGuard:
         self.has_mean = self.has_gradient = False
         self.in_window = not is_last and self.num_left > 0
 
+    def end_window(self) -> None:
+        """An optimizer is stepped now, or skipped by GradScaler: zero_grad() may follow."""
+        self.in_window = False
+
     def check_zeroed(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if the gradients of the last step are still in those of this one."""
-        self.in_window = False
         if not self.num_left:
             return
         gradient = self.smallest[optimizer].grad

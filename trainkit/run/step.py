@@ -242,6 +242,7 @@ class Step:
             self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
+        self.loop.end_window()
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         number = min(map([o.optimizer for o in self.optimizers].index, optimizers))
         self.norms[f"grad_norm_{number}" if number else "grad_norm"] = norm.detach()
