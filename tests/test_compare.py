@@ -42,7 +42,7 @@ def test_the_table_says_what_differs_and_what_was_measured(folders, capsys):
         assert seed == {"a": "0", "b": "1"}[run.name]
         timing = records.read_rows(run / "timing.jsonl")
         assert seconds == f"{sum(row.get('train_seconds', 0) for row in timing):.6g}"
-    assert not {"run_dir", "epochs", "command", "host", "target_accuracy"} & table.keys()
+    assert not {"run_dir", "epochs", "command", "host", "target"} & table.keys()
 
 
 def test_settings_that_only_one_run_knows_are_shown(folders, tmp_path):

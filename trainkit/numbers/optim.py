@@ -78,7 +78,7 @@ def clip_gradients(
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     if not gradients:
         raise RuntimeError(
-            "run.clip_and_check(...) found no gradient: call it after "
+            "optimizer.step() found no gradient to clip: call it after "
             "accelerator.backward(...), and zero_grad() after optimizer.step()"
         )
     norm = total_norm(gradients)

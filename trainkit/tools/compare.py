@@ -25,7 +25,7 @@ from trainkit.store.records import (
 # Settings that are not part of the experiment.
 NEVER_SHOWN = (
     "command run_dir resume keep save_every log_every timeout tracker pictures profile "
-    "not_the_experiment target_accuracy target_r2"
+    "not_the_experiment target"
 )
 
 
