@@ -8,7 +8,7 @@ from loops import changed
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainkit.errors import UsageError, advise, explain
+from trainkit.errors import UsageError, explain
 from trainkit.launch.nodes import check_same
 from trainkit.numbers.loaders import EpochBatches
 from trainkit.run.data import check_indexable
@@ -121,11 +121,6 @@ else:
 
 def test_weights_that_several_processes_wait_for_are_a_sentence(in_fresh_process):
     in_fresh_process(UNUSED)
-
-
-def test_synchronised_batch_norm_on_cpus_is_one_sentence():
-    error = ValueError("SyncBatchNorm layers only work with GPU modules")  # of DDP
-    assert "SyncBatchNorm computes on GPUs alone" in str(advise(error))
 
 
 def test_no_process_of_an_evaluation_has_padding_if_the_set_has_enough_samples():

@@ -88,7 +88,7 @@ raise ValueError("Caught ValueError in DataLoader worker process 0.\n...\nValueE
 beside_a_worker_that_is_killed()
     1 lost a loader worker, which was killed, probably because the memory is full
 beside_a_worker_that_exits()
-    1 lost a loader worker, which exited with code 3: look for what ends a process, such as os._exit
+    1 lost a loader worker (with exit code 3): look for what ends a process, such as os._exit
 raise OSError(28, 'No space left on device')
     1 found the disk full; the checkpoints are
 raise torch.distributed.DistBackendError('NCCL')

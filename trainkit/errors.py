@@ -34,10 +34,8 @@ FAILURES = {
     "--batch-size",
     "DataLoader worker .* signal: Bus": f"lost a loader worker, for which {SHM} was too small, "
     f"{ENLARGE_SHM}",
-    r"DataLoader worker .* signal: ([^.]+)": "lost a loader worker, which a signal ended ({}): "
-    "look at what the data set does, or try --num-workers 0",
-    r"DataLoader worker .* with exit code (\d+)": "lost a loader worker, which exited with "
-    "code {}: look for what ends a process, such as os._exit, in what the data set calls, or try "
+    r"DataLoader worker .* ((?:by signal|with exit code):? [^.]+)": "lost a loader worker ({}): "
+    "look for what ends a process, such as os._exit, in what the data set calls, or try "
     "--num-workers 0",
     "DataLoader worker|DataLoader timed out": "got no batch from a loader worker "
     "(see its output): if batches take long, raise --timeout",
@@ -65,9 +63,6 @@ ADVICE = {
     "gradient, for which several processes wait: use them in the loss, or call "
     "requires_grad_(False) on them before the optimizer is made; where only some steps use them, "
     "add 0 * sum(p.sum() for p in part.parameters()) to the loss",
-    "SyncBatchNorm layers only work with GPU": "nn.SyncBatchNorm computes on GPUs alone, and these "
-    "are processes on CPUs: use GroupNorm or LayerNorm, put these layers into evaluation mode, or "
-    "use one process",
 }
 
 

@@ -6,7 +6,6 @@ files. Begin in flags.py, with TrainingConfig; command_line.py has `parse`.
 
 from trainkit.config.command_line import flag, parse
 from trainkit.config.flags import (
-    MAY_CHANGE,
     UNSET,
     WITH_CUDA_GRAPHS,
     Count,
@@ -27,7 +26,6 @@ from trainkit.config.flags import (
 )
 
 __all__ = [
-    "MAY_CHANGE",
     "UNSET",
     "WITH_CUDA_GRAPHS",
     "Count",

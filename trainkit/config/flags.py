@@ -35,9 +35,8 @@ UNCLEAR += "difference change ratio reduction improvement increase decrease std 
 def metric_and_direction(text: str) -> tuple[str, str]:
     """Return the metric of --keep-best, and "min" or "max": given as NAME:min, or by the name.
 
-    A name is recognised by its parts between underscores and the like, which may end in digits:
-    eval_wer, eval_clean-loss, ndcg@10, map50. The direction is "" if no part is recognised, or if
-    the parts contradict each other.
+    A name is recognised by its parts, as in eval_wer, eval_clean-loss, ndcg@10, map50. The
+    direction is "" if no part is recognised, or if they contradict each other.
     """
     name, _, direction = text.rpartition(":")
     if name and direction in ("min", "max"):
@@ -64,10 +63,6 @@ class ReadOnlyIf(NamedTuple):
 
     name: str
     values: tuple[Any, ...] = ()
-
-    def holds(self, value: Any) -> bool:
-        """Is the flag read if the other one has this value?"""
-        return value in self.values if self.values else bool(value)
 
 
 Count = Annotated[int, Rule(lambda value: 1 <= value < 2**31, "at least 1 and below 2**31")]
@@ -198,8 +193,7 @@ class TrainingConfig:
     def set_unset(self, values: dict[str, Any]) -> str:
         """Give fields these values where they are UNSET, that is, where the user gave no value.
 
-        To be called in __post_init__ for defaults that depend on other flags, and in load_data for
-        those that depend on the data. Returns the flags that were set, as they would be typed.
+        To be called in __post_init__ or load_data. Returns the flags that were set.
         """
         chosen = {name: value for name, value in values.items() if getattr(self, name) is UNSET}
         vars(self).update(chosen)
@@ -297,17 +291,15 @@ class TrainingConfig:
         return problems
 
     def find_unread(self) -> list[str]:
-        """A phrase for each flag that is not at its default and does nothing beside the others.
-
-        To be called before load_data, which may set such a field itself.
-        """
+        """A phrase for each flag that is not at its default and does nothing beside the others."""
         problems = []
         for name, note in dict.fromkeys(_notes_of(type(self))):
             if not isinstance(note, ReadOnlyIf):
                 continue
             value = getattr(self, name)
             other = getattr(self, note.name)
-            if value != self._default(name) and not note.holds(other):
+            is_read = other in note.values if note.values else other
+            if value != self._default(name) and not is_read:
                 problems.append(f"{self._typed(name, value)} {self._why_unread(note, other)}")
         return problems
 

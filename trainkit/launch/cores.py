@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 LOOK_SECONDS = 0.5
-# For how much of the time a thread of this process was kept waiting for a core. On two cores it is
-# 0.3 to 0.4 beside another program, 0.1 beside two loader workers of its own, where sleeping made a
-# run slower, and 0.02 alone.
+# For how much of the time a thread of this process was kept waiting for a core: on two cores 0.3 to
+# 0.4 beside another program, 0.1 beside two loader workers of its own, and 0.02 alone.
 BUSY, QUIET = 0.2, 0.05
 NUM_QUIET_LOOKS = 4  # in a row, before waiting threads spin again
 SOFT = 1  # omp_pause_soft of <omp.h>
@@ -26,8 +25,6 @@ def share_cores() -> None:
     11. The library hardly spins while a process has more of its threads than there are cores, also
     if some of them only sleep (GOMP_SPINCOUNT in its manual). So a thread looks twice a second how
     long threads of this process waited for a core, and keeps sleeping threads while that is long.
-
-    It does nothing if OMP_WAIT_POLICY or GOMP_SPINCOUNT is set, or without GNU's library.
     """
     chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     num_cores, num_threads = _num_cores(), torch.get_num_threads()

@@ -25,29 +25,20 @@ NO_SHARDS = (
     "these scripts do not support it: use distributed_type: MULTI_GPU, or FSDP to shard the model, "
     "as in accelerate_configs/",
 )
-NO_SEQUENCES = (
+NO_SPLIT = (
     "1",
-    "these scripts do not split a sequence over processes (context and sequence parallelism): use "
-    "fsdp_activation_checkpointing: true, and --accumulate with fewer sequences at a time",
+    "these scripts split no layer and no sequence over processes: use distributed_type: FSDP, "
+    "fsdp_activation_checkpointing: true, and a larger --accumulate",
 )
 SIZES = [f"PARALLELISM_CONFIG_DP_{axis}_SIZE" for axis in ("REPLICATE", "SHARD")]
-SIZE = "[1-9][0-9]{0,8}", "use a whole number of at least 1"
-# Environment variables that torch and Accelerate cannot read, or that would silently change what is
-# trained: the allowed values, and the remedy for all others. Accelerate 1.15 reads FSDP_*,
-# MEGATRON_LM_*, ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* only if one of these asks for it.
+# Environment variables that would silently change what is trained: the allowed values, and the
+# remedy for all others.
 VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": ("no|fp16|bf16", "use bf16, fp16 or no"),
     "ACCELERATE_USE_FSDP": SWITCH,
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
     "ACCELERATE_USE_MEGATRON_LM": NO_SHARDS,
-    **dict.fromkeys(SIZES, SIZE),
-    "PARALLELISM_CONFIG_TP_SIZE": (
-        "1",
-        "these scripts do not split a layer over processes (tensor parallelism): use "
-        "parallelism_config_dp_shard_size, which shards the weights, gradients and moments",
-    ),
-    "PARALLELISM_CONFIG_CP_SIZE": NO_SEQUENCES,
-    "PARALLELISM_CONFIG_SP_SIZE": NO_SEQUENCES,
+    **dict.fromkeys([f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP")], NO_SPLIT),
     "ACCELERATE_TORCH_DEVICE": ("", "choose the GPUs with gpu_ids in the YAML"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         "(?!)",  # matches no value
@@ -173,8 +164,7 @@ def shards_wanted() -> bool:
 def num_copies(num_processes: int) -> int:
     """How many copies of the model the launch asks for, each sharded over the same number.
 
-    A size of 1, which the launcher also gives for one that the YAML does not have, is inferred from
-    the number of processes. Raises UsageError if the sizes do not fit it.
+    A size of 1, which the launcher also gives for one that the YAML does not have, is inferred.
     """
     copies, shards = (int(os.environ.get(name, "1")) for name in SIZES)
     if copies == shards == 1:

@@ -53,11 +53,7 @@ def first_on_each_node(
     result = None
     error = None
     # If machines share a disk, rank 0 goes first; if not, local rank 0 of each machine.
-    turn = 2
-    if accelerator.is_main_process:
-        turn = 0
-    elif accelerator.is_local_main_process:
-        turn = 1
+    turn = 2 - accelerator.is_main_process - accelerator.is_local_main_process
     for number in range(3):
         if number == turn:
             try:
@@ -72,21 +68,17 @@ def first_on_each_node(
 def check_nodes(accelerator: Accelerator, config: TrainingConfig) -> None:
     """Refuse a run whose nodes were started differently or do not share --run-dir.
 
-    Every process must call this, before any other collective. Raises UsageError on all of them.
+    Every process must call this, before any other collective.
     """
-    values = vars(config).items()
     may_differ = config.nodes_may_differ
-    flags = {flag(name): value for name, value in values if name not in may_differ}
+    flags = {flag(n): value for n, value in vars(config).items() if n not in may_differ}
     check_same(accelerator, describe_node() | flags)
     if not config.dry_run:  # it has no run folder
         check_shared_folder(accelerator, config.run_dir)
 
 
 def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:
-    """Refuse a run whose nodes, or processes, differ in one of the described values.
-
-    Every process must call this. Raises UsageError on all, with name, nodes and values.
-    """
+    """Refuse a run whose nodes, or processes, differ in a value. Every process must call this."""
     described = {name: shown(str(value)) for name, value in described.items()}
     everybody = gather_object([(node_name(), described)])
     for name in dict.fromkeys(name for _, theirs in everybody for name in theirs):
@@ -108,10 +100,7 @@ def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:
 
 
 def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
-    """Refuse a run folder that is not the same folder for all processes.
-
-    Every process must call this. Raises UsageError on all of them.
-    """
+    """Refuse a run folder that is not the same for all processes. Every process must call this."""
     if accelerator.num_processes == 1:
         return
     name = ""
@@ -122,10 +111,8 @@ def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
             name = Path(tempfile.mkstemp(prefix=".tmp-shared-", dir=folder)[1]).name
     (name,) = broadcast_object_list([name])
     give_up_at = time.monotonic() + SHOWN_SECONDS
-    seen = (folder / name).exists()
-    while not seen and time.monotonic() < give_up_at:
+    while not (seen := (folder / name).exists()) and time.monotonic() < give_up_at:
         time.sleep(0.05)
-        seen = (folder / name).exists()
     nodes = gather_object([(node_name(), seen)])
     if accelerator.is_main_process:
         (folder / name).unlink()
@@ -153,10 +140,7 @@ def describe_node() -> dict[str, str]:
 
 
 def hash_sources() -> dict[str, str]:
-    """The hash of each file that this process has imported of the kit or from beside the script.
-
-    This works without git and covers edits that are not committed.
-    """
+    """The hash of each file that this process has imported of the kit or from beside the script."""
     script = Path(sys.argv[0]).resolve()
     kit = Path(__file__).resolve().parents[1]
     loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]

@@ -31,8 +31,8 @@ NUMBERS = itertools.count()
 def deadline(timeout: timedelta, others: str = "the other processes") -> Iterator[None]:
     """End this process with one sentence if the body takes 5 seconds longer than timeout.
 
-    It is for the first connection with other processes: if one of them died, gloo waits for it five
-    times as long as its timeout, and signals are not handled meanwhile.
+    If another process died, gloo waits for its connection five times as long as its timeout, and
+    signals are not handled meanwhile.
     """
 
     def give_up() -> None:
@@ -58,9 +58,8 @@ def failing_together(
 ) -> Iterator[None]:
     """Raise `kind` on all processes if the body fails on any, so that none waits for one that left.
 
-    The message is that of a UsageError or RunFailure (which it then is, whatever `kind` is); for
-    other exceptions it is `what` and the reason. Every process must enter this, and the body must
-    not communicate.
+    A UsageError or RunFailure stays what it is; of other exceptions the message is `what` and the
+    reason. Every process must enter this, and the body must not communicate.
     """
     error = None
     try:
@@ -114,20 +113,16 @@ def background(call: Callable[..., Any], *args: Any) -> Future:
     return future
 
 
-def wait_together(
-    accelerator: Accelerator, jobs: Sequence[Future], seconds: float = math.inf
-) -> None:
+def wait_together(accelerator: Accelerator, jobs: Sequence[Future]) -> None:
     """Wait for the jobs of all processes, which do not count as lost however long it takes."""
-    end = time.monotonic() + seconds
-    while any(gather_object([time.monotonic() < end and not all(job.done() for job in jobs)])):
+    while any(gather_object([not all(job.done() for job in jobs)])):
         wait(jobs, 1)
 
 
 def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]:
     """Return the main process's metrics, so that all processes decide alike which is best.
 
-    Every process must call this. Raises RuntimeError on all of them if theirs differ by more than
-    rounding.
+    Every process must call this. Raises RuntimeError on all if theirs differ by more than rounding.
     """
     plain = {  # tensors and arrays of one number become numbers
         name: v.item() if math.prod(getattr(v, "shape", (0,))) == 1 else v
@@ -143,8 +138,9 @@ def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]
     for rank, others in enumerate(everybody):
         for name, value in everybody[0].items():
             other = others.get(name, math.nan)
-            both_nan = math.isnan(value) and math.isnan(other)
-            if not both_nan and not math.isclose(value, other, rel_tol=SAME, abs_tol=1e-9):
+            if repr(value) != repr(other) and not math.isclose(
+                value, other, rel_tol=SAME, abs_tol=1e-9
+            ):
                 raise RuntimeError(
                     f"{name} is {value:.8g} on process 0 and {other:.8g} on process {rank}: first "
                     "combine what the processes have evaluated, as run.evaluate and run.predict "

@@ -29,8 +29,7 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> "Lock | None":
 
     Without --resume, or if an earlier run in the folder has ended and its checkpoints are gone,
     that run is moved aside to `RUN_DIR.1`, `.2`, ...; nothing is deleted. Every process must call
-    this. Raises UsageError on all of them if the folder cannot be written or another process is
-    using it.
+    this, and a UsageError is raised on all of them.
     """
     run_dir = config.run_dir
     held = None
@@ -42,9 +41,7 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> "Lock | None":
             if Path.cwd().is_relative_to(real):
                 raise UsageError(f"--run-dir {run_dir}: choose a folder that you are not in")
             no_steps = not _holds(real, "checkpoints/step-*")
-            if (
-                config.resume == "latest" and no_steps and not config.mirror
-            ):  # before anything is created
+            if config.resume == "latest" and no_steps and not config.mirror:
                 raise UsageError(f"--resume latest: there is no checkpoint in {run_dir}")
             # Nothing was created until here.
             held = Lock(run_dir, LOCK_WAIT_SECONDS if config.resume is not None else 0.0)
@@ -62,10 +59,7 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> "Lock | None":
 
 
 def borrow_run_folder(config: TrainingConfig) -> tempfile.TemporaryDirectory:
-    """Give a dry run a folder of its own, until what is returned is cleaned up.
-
-    So it starts anew, beside whatever --run-dir holds and without what --mirror has.
-    """
+    """Give a dry run a folder of its own, until what is returned is cleaned up."""
     folder = tempfile.TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True)
     config.run_dir = Path(folder.name) / "run"  # its lock lies beside it
     config.resume = config.mirror = None
@@ -77,8 +71,7 @@ class Lock:
     """The lock of a run folder, held until release() or the end of the process.
 
     There are two files: RUN_DIR.lock beside the folder, so that it can be moved aside, and run.lock
-    inside, for a volume that is mounted as the run folder in several containers. Raises UsageError
-    if another process holds one of them.
+    inside, for a volume that is mounted as the run folder in several containers.
     """
 
     def __init__(self, run_dir: Path, wait_seconds: float):

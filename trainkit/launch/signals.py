@@ -17,11 +17,9 @@ from trainkit.launch.startup import keep_printing
 class Signals:
     """Tells all processes at the same step that one of them was asked to stop.
 
-    SIGTERM, SIGUSR1, Ctrl-C and SIGHUP (the terminal was closed) set a flag; a second Ctrl-C raises
-    KeyboardInterrupt at once. Before the first step, for example while data are loaded, nothing
-    needs saving, so the first Ctrl-C raises KeyboardInterrupt and the other signals raise Stopped.
-    The death of a launcher arrives as SIGTERM (startup.end_with_launcher). Every process must make
-    one of these objects, in its main thread.
+    A signal sets a flag; a second Ctrl-C raises KeyboardInterrupt at once. Before the first step
+    nothing needs saving, so the first Ctrl-C does so and the other signals raise Stopped. Every
+    process must make one of these objects, in its main thread.
 
     With several processes the flags are summed on the CPU, in a gloo group of their own, while the
     next step runs. So no step waits for a device, and a dead or frozen process is noticed here
@@ -57,19 +55,13 @@ class Signals:
         return self.stopping
 
     def wait(self) -> None:
-        """Wait until all processes have reached the last call of requested().
-
-        Call this before waiting for the device: it times out if another process is lost.
-        """
+        """Wait until all processes have reached the last call of requested()."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
 
     def gather(self, mine: list) -> list:
-        """Return the lists of all processes in one, without waiting for a device.
-
-        Every process must call this, and waits for the others.
-        """
+        """Return the lists of all processes in one. Every process must call this."""
         self.wait()
         if self.group is None:
             return mine
@@ -78,11 +70,7 @@ class Signals:
         return [thing for each in lists for thing in each]
 
     def barrier(self) -> None:
-        """Wait until all processes have reached this call. Every process must call this.
-
-        Call this instead of wait() before the host waits for the device: a lost process then raises
-        an error here instead of letting a GPU sync hang.
-        """
+        """Wait for all processes, before the host waits for the device: for a lost one it hangs."""
         self.wait()
         if self.group is not None:
             torch.distributed.all_reduce(torch.zeros(1), group=self.group)
@@ -90,8 +78,7 @@ class Signals:
     def ignore(self, number: int) -> None:
         """Ignore this signal from here on: the run is ending and still has a message to print.
 
-        Another Ctrl-C would change the exit code or print a traceback. A notebook continues after
-        the run; it had Python's own handler for Ctrl-C, and restore() puts that back.
+        In a notebook restore() puts Python's own handler for Ctrl-C back.
         """
         if self.previous[number] is not signal.default_int_handler:
             self.previous[number] = signal.SIG_IGN

@@ -1,8 +1,7 @@
 """All settings that affect the whole process, one function each, and how a script ends.
 
-run(main) applies them before main. Those that affect safety or numbers, refuse_pickled_code,
-compute_float32_in_full and same_bits, are applied by Run, so that they also hold in a notebook, and
-attend_without_cudnn by what loads a language model. To measure what those of run() save, run
+run(main) applies them before main. Those that affect safety or numbers are applied by Run, so that
+they also hold in a notebook. To measure what those of run() save, run
 `python -m benchmarks.time_to_accuracy --compare startup`.
 """
 
@@ -55,11 +54,9 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
     What cannot be printed does not end a run. With prints_results, for a program whose output is
     what it was started for, the exit code is then 1, unless the reader has read enough (`| head`).
 
-    The exit code is 2 after UsageError, 1 after RunFailure, 75 after a signal before the first step
-    and 130 after a second Ctrl-C. After other exceptions it is 1, with a traceback, and below that
-    one sentence if it is known what to do (a tensor that is whole among sharded weights), or what
-    happened to this process only (a lost peer, a dead loader worker, no memory). No process waits
-    for others that may never come.
+    The exit code is that of the error, 130 after a second Ctrl-C, and 1 after other exceptions,
+    with a traceback, and below that one sentence if it is known what to do, or what happened to
+    this process only. No process waits for others that may never come.
     """
     set_up_process()
     try:
@@ -105,9 +102,8 @@ def set_up_process() -> None:
 def finish(code: int) -> NoReturn:
     """Exit with this code, or at once on a signal, as waiting for a thread of the script may hang.
 
-    This skips the interpreter's teardown, which takes 0.4 to 0.7 s once torch is imported. During
-    the teardown a gloo thread that still holds tensors may ask for the interpreter, which aborts a
-    process that had finished: seen in 1 of some 200 (pytorch/pytorch pull request 179291).
+    This skips the interpreter's teardown, which takes 0.4 to 0.7 s once torch is imported, and
+    aborted 1 of some 200 finished processes (pytorch/pytorch pull request 179291).
     """
     for number in SIGNALS:
         with contextlib.suppress(ValueError):  # not in the main thread
@@ -135,8 +131,7 @@ class Output(io.FileIO):
 def keep_printing() -> None:
     """Let no failure of printing end the work: a reader may go away (`| head`), a disk be full.
 
-    Letters that an encoding lacks are printed as escapes. Streams of another kind than Python's
-    own, such as those of a notebook, are left as they are.
+    Letters that an encoding lacks are printed as escapes. Streams of a notebook stay as they are.
     """
     sys.stdout, sys.stderr = (_unfailing(stream) for stream in (sys.stdout, sys.stderr))
 
@@ -195,9 +190,7 @@ def attend_without_cudnn() -> None:
 
     torch prefers it on Hopper and Blackwell, so as long as lengths are new a step waits for plans:
     preference.py trained 106 pairs/s with plans to make, and 370 once they were there (H200, torch
-    2.11, bf16). On a B200 a plan took 0.44 s forward and 0.55 s backward, and without cuDNN each
-    step took the 0.1 s of those without a plan (https://github.com/modelscope/FunASR/issues/3704).
-    Where all batches have one length, as in gpt.py, there is one plan.
+    2.11, bf16). https://github.com/modelscope/FunASR/issues/3704 says the same of a B200.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -226,13 +219,9 @@ def keep_memory(return_blocks: bool = False) -> None:
     """Keep the memory of freed tensors: wide trains 11 to 17 % faster, small models up to a third.
 
     By default glibc returns large tensors to the kernel in every step and waits for new, zeroed
-    pages in the next. With this, tensors are not mapped one by one, and the heap grows by 64 MB at
-    a time and shrinks only if 2 GB are free.
-
-    A sharded run still returns blocks of a megabyte or more: it gathers and frees layers all the
-    time, which left holes in the heap until that was four times as large as the model. All its
-    threads share one heap, because each heap keeps what was freed in it. So does, with
-    return_blocks, a run whose layers become large for as long as they compute.
+    pages in the next. With this, the heap shrinks only if 2 GB are free. A sharded run, and with
+    return_blocks one whose layers become large while they compute, still returns blocks of a
+    megabyte or more, from one heap: otherwise that became four times as large as the model.
     """
     mapped = [(M_MMAP_MAX, 0)]
     if return_blocks or shards_wanted():
@@ -252,14 +241,12 @@ def leave(code: int) -> NoReturn:
         worker.kill()
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if workers or distributed:
-        # A normal exit would wait for the loader workers, one of which may hang, and for
-        # communication threads, which wait for the other processes.
+        # A normal exit would wait for loader workers and other processes, which may hang.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     if code == EXIT_USAGE and not is_main_rank():
-        # The main process may still be importing modules. If this process ended first, the
-        # launcher would end the main process before it could print the message.
+        # Otherwise the launcher might end the main process before that can print the message.
         time.sleep(LATE_START_SECONDS)
     finish(code)
 

@@ -1,9 +1,7 @@
 """What the kit repairs or replaces in torch, Accelerate and Python.
 
 Each function says what would go wrong without it. tests/test_private.py fails if another module
-replaces a name of another package, apart from the exceptions that it lists. If a release changes
-what `skip_the_compiler`, `look_for_lomo_once` or `look_only_at_what_is_imported` replaces, no time
-is saved, but the numbers stay the same.
+replaces a name of another package, apart from the exceptions that it lists.
 """
 
 import argparse
@@ -60,29 +58,24 @@ def end_workers(accelerator: Accelerator) -> None:
 def fix_bucket_order(*models: nn.Module) -> None:
     """Make DistributedDataParallel sum gradients in the same order from the first step on.
 
-    It rebuilds its buckets after its first backward pass. The place of a number in its bucket
-    decides in which order the processes are summed, and with three or more processes the order
-    changes the last bit, so the first step of a resumed run would differ. This makes one backward
-    pass of the sum of all parameters, instead of the model, and discards the gradients.
-
-    Every process must call this; without DistributedDataParallel it does nothing.
+    It rebuilds its buckets after its first backward pass. With three or more processes that changes
+    the last bit of a sum, so the first step of a resumed run would differ. This makes one backward
+    pass of the sum of all parameters, instead of the model, and discards the gradients. Every
+    process must call this.
     """
     for model in models:
         parallel = without_compiler(model)
-        if isinstance(parallel, nn.parallel.DistributedDataParallel):
-            _backward_once(parallel)
-
-
-def _backward_once(parallel: nn.parallel.DistributedDataParallel) -> None:
-    module, forward = parallel.module, parallel.module.forward
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    module.forward = lambda: sum(parameter.sum() for parameter in parameters)
-    try:
-        parallel().backward()
-    finally:
-        module.forward = forward
-    for parameter in parameters:
-        parameter.grad = None
+        if not isinstance(parallel, nn.parallel.DistributedDataParallel):
+            continue
+        module, forward = parallel.module, parallel.module.forward
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        module.forward = lambda own=parameters: sum(parameter.sum() for parameter in own)
+        try:
+            parallel().backward()
+        finally:
+            module.forward = forward
+        for parameter in parameters:
+            parameter.grad = None
 
 
 def share_frozen_weights(
@@ -90,10 +83,9 @@ def share_frozen_weights(
 ) -> None:
     """Keep frozen weights memory-mapped as from_pretrained loads them, once per machine.
 
-    Without this, each process would have its own copy: Accelerate moves a model to the device
-    cpu:0, which is not the same as cpu, and DistributedDataParallel overwrites the weights with
-    those of the first process. Call this before accelerator.prepare. `frozen` returns the frozen
-    weights of a model by name.
+    Without this, Accelerate moves a model to the device cpu:0, which is not the same as cpu, and
+    DistributedDataParallel overwrites the weights with those of the first process. Call this before
+    accelerator.prepare. `frozen` returns the frozen weights of a model by name.
     """
     prepare = accelerator.prepare_model
 
@@ -190,12 +182,8 @@ def prepare_untrained(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 def recompute_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> int:
     """Activation checkpointing: keep only the inputs of the layers that the plugin wraps.
 
-    The rest of them is recomputed in the backward pass.
-
-    Returns the number of these layers.
-
-    Accelerate's own fsdp_activation_checkpointing does not restore the random numbers, so dropout
-    would have other masks in the second forward pass and the gradients would be wrong.
+    Returns the number of these layers. Accelerate's own does not restore the random numbers, so
+    dropout would have other masks in the second forward pass and the gradients would be wrong.
     """
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -220,10 +208,8 @@ def take_loss_scale(
 ) -> Callable[[], object]:
     """Return a function that updates the loss scale of fp16, which Accelerate then no longer does.
 
-    before_step(optimizer) is called ahead of each step, whether or not the scaler will skip it.
-
     It would do so after the step of each optimizer, so that a second one would unscale by a changed
-    scale. Without fp16 the function does nothing.
+    scale. before_step(optimizer) is called ahead of each step, also of one that the scaler skips.
     """
     scaler = accelerator.scaler
     if scaler is None:
@@ -282,12 +268,9 @@ def name_without_compiler(model: nn.Module) -> nn.Module:
 
     def rename(state: dict[str, Any], prefix: str, wrapped: str) -> None:
         """Give the values below a prefix the names that the module has."""
-        items = [*state.items()]
-        state.clear()
-        for name, value in items:
-            if name.startswith(prefix):
-                name = prefix + wrapped + plain_name(name.removeprefix(prefix))
-            state[name] = value
+        for name in [name for name in state if name.startswith(prefix)]:
+            new = prefix + wrapped + plain_name(name.removeprefix(prefix))
+            state[new] = state.pop(name)
 
     def after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         rename(state, prefix, "")
@@ -309,12 +292,10 @@ def name_without_compiler(model: nn.Module) -> nn.Module:
 def skip_the_compiler() -> None:
     """Let optimizers and DistributedDataParallel work without importing torch's compiler.
 
-    A start takes 1.1 s of CPU less (3.8 to 2.6 s, median of 5 pairs of `train_mnist.py
-    --stop-after-steps 1`), and a start of two processes another 3.7 s (18.8 to 15.1 s, 5 pairs with
-    2cpu.yaml). torch imports the compiler to exempt some methods from compilation, in each step to
-    break a graph that is being compiled, and to ask how it would divide a DistributedDataParallel.
-    Accelerate compiles only the model, so this puts the plain methods in place from the start.
-    Hooks on a step are still called.
+    A start takes 1.1 s of CPU less, and a start of two processes 3.7 s. torch imports the compiler
+    to exempt some methods from compilation, in each step to break a graph that is being compiled,
+    and to ask how it would divide a DistributedDataParallel. Accelerate compiles only the model, so
+    this puts the plain methods in place from the start. Hooks on a step are still called.
     """
     compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
     if compiles or "torch._dynamo" in sys.modules:
@@ -354,8 +335,7 @@ def _without_graph_breaks(step: Callable) -> Callable:
 def look_for_lomo_once() -> None:
     """Tell Python once that lomo_optim is not installed, which Accelerate asks twice in each step.
 
-    With None in place of the module there is no search for it: each takes 45 us, which makes 6 to
-    8 % of the CPU time of `train_regression.py --epochs 100`.
+    Each search takes 45 us, 6 to 8 % of the CPU time of `train_regression.py --epochs 100`.
     """
     if importlib.util.find_spec("lomo_optim") is None:
         sys.modules["lomo_optim"] = None  # type: ignore[assignment]
@@ -364,10 +344,9 @@ def look_for_lomo_once() -> None:
 def look_only_at_what_is_imported() -> None:
     """Let accelerator.prepare ask for DTensors and sets of `datasets` without importing them.
 
-    It imports torch.distributed.tensor, and with it sympy, to see whether a weight is a DTensor: a
-    whole run on one GPU took 13.2 s with that, 9.5 and 8.8 s without (H100). Where several
-    processes train it imports `datasets`, to see whether a set is its IterableDataset: 0.4 s of CPU
-    in each. As long as nothing else has imported them, none can be.
+    It imports torch.distributed.tensor, and with it sympy, to see whether a weight is a DTensor: 4
+    of 13 s of a whole run on one GPU. Where several processes train it imports `datasets`, to see
+    whether a set is its IterableDataset: 0.4 s. As long as nothing else has imported them, none is.
     """
     _look_if_imported(accelerate.accelerator, "model_has_dtensor", "torch.distributed.tensor")
     _look_if_imported(accelerate.data_loader, "is_datasets_available", "datasets")
