@@ -43,33 +43,21 @@ CODES = [int(sign + digit * width) for sign in "+-" for digit in "789" for width
 class Column:
     """How one column of a table becomes numbers.
 
-    Attributes:
-        name: its name in the table.
-        categories: the texts it may hold; each becomes one 0/1 number, and any other text or none
-            gives zeros. None: the column holds one number.
-        fill: the number that replaces a missing one. None: a missing number is an error.
-        days: whether it holds dates, which become days since 1970-01-01 (UTC).
-        words: texts that counted as missing numbers, including "", and how many cells held each.
-        cycles: names from CYCLES; each becomes the sine and the cosine of its phase.
-        num_numbers: how many cells of a column of texts read as numbers.
-        unit: of all its numbers, as $, % or km, or "" if they have marks alone, as 1,234.5 has;
-            None: they are plain.
-        decimal: the mark before their decimals, if unit is not None.
-        example: a cell that is written so.
-        problem: why it is left out, or "".
+    It holds categories, each of which becomes one 0/1 number (any other text or none gives zeros),
+    or dates, which become days since 1970-01-01 (UTC), or else numbers.
     """
 
     name: str
     categories: list[str] | None = None
-    fill: float | None = None
+    fill: float | None = None  # replaces a missing number; None: a missing number is an error
     days: bool = False
-    words: dict[str, int] | None = None
-    cycles: list[str] = field(default_factory=list)
-    num_numbers: int = 0
-    unit: str | None = None
-    decimal: str = "."
-    example: str = ""
-    problem: str = ""
+    words: dict[str, int] | None = None  # that counted as missing, with "", and in how many cells
+    cycles: list[str] = field(default_factory=list)  # of CYCLES; each becomes a sine and a cosine
+    num_numbers: int = 0  # cells of a column of texts that read as numbers
+    unit: str | None = None  # as $ or %, or "" if there are marks alone, as in 1,234.5; None: plain
+    decimal: str = "."  # the mark before decimals, if unit is not None
+    example: str = ""  # a cell that is written so
+    problem: str = ""  # why it is left out
 
     def feature_names(self) -> list[str]:
         """Return the names of the numbers it becomes: `area`, or `city=Bonn`, `city=Rome`."""
@@ -180,13 +168,15 @@ def find_kind(values: pd.Series, categorical: Sequence[str], marks: Sequence[str
         return column
     cells = values[values.notna() & ~values.isin(MISSING)]
     column.categories = []
-    if column.name in categorical or not len(cells) or _are_booleans(cells):
+    is_boolean = cells.dtype.kind == "b" or {*cells.unique()[:3].astype(str)} <= {"True", "False"}
+    if column.name in categorical or not len(cells) or is_boolean:
         return column
     plain = _read_numbers(cells, None, ".")
     column.num_numbers = int(np.isfinite(plain).sum())
     found = Column(column.name)
     numbers = plain
-    if column.num_numbers < len(cells) or (marks[0] == "," and _have_marks(cells)):
+    is_open = marks[0] == "," and cells.astype(str).str.contains(r"[.,]").any()
+    if column.num_numbers < len(cells) or is_open:
         found, numbers = _find_amounts(cells, plain, marks)
     if _are_most(cells, numbers):
         if not np.nanmax(np.abs(numbers)) > MAX_WHOLE:
@@ -196,14 +186,6 @@ def find_kind(values: pd.Series, categorical: Sequence[str], marks: Sequence[str
     if _are_most(cells, _read_days(cells)):
         return Column(column.name, days=True)
     return column
-
-
-def _are_booleans(cells: pd.Series) -> bool:
-    return cells.dtype.kind == "b" or {*cells.unique()[:3].astype(str)} <= {"True", "False"}
-
-
-def _have_marks(cells: pd.Series) -> bool:
-    return bool(cells.astype(str).str.contains(r"[.,]").any())
 
 
 def _find_amounts(
@@ -248,22 +230,21 @@ def learn_column(
     if column.categories is not None:
         column.categories = sorted({*present})
         number = len(column.categories)
+        most = len(present) - 1 if number <= 10 else len(present) // 2
         if number + lacking[train].any() < 2:
             column.problem = "left out: always the same"
-        elif hardly_repeats(number, len(present)):
+        elif number > min(most, MAX_CATEGORIES):  # of which a new row has another one
             column.problem = f"left out: {number} different texts, such as {present[0][:40]!r}"
             if 2 * column.num_numbers > len(present):
                 column.problem += (
                     f", of which {column.num_numbers} cells read as numbers: do others mean a "
                     "missing value? Then name them with --missing-values"
                 )
-        return column
-    if not len(present) or not np.ptp(present):
+    elif not len(present) or not np.ptp(present):
         column.problem = "left out: always the same"
-        return column
-    if column.days:
+    elif column.days:
         column.cycles = find_cycles(present)
-    if lacking.any():
+    if column.categories is None and not column.problem and lacking.any():
         column.fill = float(present.mean())
         words = values[lacking].astype(object).fillna("").map(str)
         column.words = dict(Counter(words).most_common())
@@ -277,12 +258,6 @@ def find_cycles(days: np.ndarray) -> list[str]:
     return [name for name, wave in waves.items() if len(np.unique(wave.round(2) % 1)) > 1]
 
 
-def hardly_repeats(num_different: int, num_cells: int) -> bool:
-    """Are these texts names or comments, of which a new row has another one?"""
-    most = num_cells - 1 if num_different <= 10 else num_cells // 2
-    return num_different > min(most, MAX_CATEGORIES)
-
-
 def empty_cells(table: pd.DataFrame, missing: Sequence[str]) -> tuple[pd.DataFrame, dict[str, int]]:
     """Return the table with NaN in cells that are one of these, and how many each column had."""
     texts = {as_text(text) for text in missing}
@@ -292,9 +267,9 @@ def empty_cells(table: pd.DataFrame, missing: Sequence[str]) -> tuple[pd.DataFra
 
 
 def ask_missing(numbers: np.ndarray) -> dict[int, int]:
-    """Return numbers of CODES that repeat and lie further from all others than these are apart.
+    """Return what may mean a missing value, and in how many rows.
 
-    They probably mean a missing value. Each has the number of its rows.
+    It is in CODES, repeats, and lies further from all others than these are apart.
     """
     different, counts = np.unique(numbers[np.isfinite(numbers)], return_counts=True)
     is_code = np.isin(different, CODES)
@@ -309,10 +284,7 @@ def ask_missing(numbers: np.ndarray) -> dict[int, int]:
 def encode(
     table: pd.DataFrame, columns: Sequence[Column]
 ) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
-    """Return the table as float64 (rows, features), in the order of `columns`, and its problems.
-
-    A problem is a row, numbered as in the index of `table`, a column and a sentence.
-    """
+    """Return the table as float64 (rows, features), and its problems: row, column, sentence."""
     blocks, problems = [np.empty((len(table), 0))], []
     for column in columns:
         values = table[column.name]

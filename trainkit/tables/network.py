@@ -50,7 +50,6 @@ class TabM(nn.Module):
         self.register_buffer("weight", torch.zeros(NUM_FOLDS + 1, num_outputs, len(edges)))
         self.register_buffer("bias", torch.zeros(NUM_FOLDS + 1, num_outputs))
         self.register_buffer("scale", torch.zeros(()))
-        self.num_unused = 0  # evaluations one after another with a scale of 0
         num_inputs = len(edges) + len(bins)
         groups = NUM_FOLDS, NUM_MEMBERS, 1
         # In place: where predict.py asks for shapes alone, the rest imports the compiler, 1.1 s.
@@ -90,22 +89,6 @@ class TabM(nn.Module):
         others = others + (others >= fold[:, None])  # all groups but the one of the row's fold
         outputs = linear[:, :, None] + members.permute(2, 0, 1, 3)
         return outputs[row, others].flatten(1, 2)
-
-    def trust(self, scale: Tensor, linear_model: str) -> str:
-        """Set the scale; return a line if it has been 0 for two evaluations, or is so no more.
-
-        linear_model: what the line calls it.
-        """
-        self.scale.fill_(scale)
-        num_before, self.num_unused = self.num_unused, 0 if scale > 0 else self.num_unused + 1
-        if scale > 0 and num_before > 1:
-            return f"the network has weight {scale:.2f} now, beside the linear model"
-        if self.num_unused == 2:
-            return (
-                f"the network has weight 0 so far: on held-out folds the linear model alone "
-                f"({linear_model}) is as accurate or more so, and the eval metrics are its own"
-            )
-        return ""
 
 
 def find_edges(features: Tensor) -> list[list[float]]:
@@ -187,8 +170,7 @@ def set_scale(
     """Trust the members as far as they help with rows that they do not know.
 
     The scale is the smallest whose loss is not worse than that of the best one by more than half a
-    standard error. While it is 0, all evaluations have the same metrics, which is said at the
-    second of them. losses: of outputs and targets, unreduced. Every process must call this.
+    standard error. losses: of outputs and targets, unreduced. Every process must call this.
     """
     num = len(train_set)
     judged = torch.linspace(0, num - 1, min(num, NUM_JUDGED), dtype=torch.float64).long()
@@ -204,11 +186,7 @@ def set_scale(
     means = torch.stack([values.view(len(judged), -1).mean(1) for values in found])
     worse = means - means[means.mean(1).argmin()]
     error = worse.std(1, correction=0) / len(judged) ** 0.5
-    scale = SCALES[worse.mean(1) <= error / 2].min()
-    linear_model = "ridge" if targets.is_floating_point() else "logistic regression"
-    note = as_it_was(model).trust(scale, linear_model)
-    if note and accelerator.is_main_process:
-        print(note, flush=True)
+    as_it_was(model).scale.fill_(SCALES[worse.mean(1) <= error / 2].min())
 
 
 def choose_sizes(num_rows: int, batch_size: int | None) -> dict[str, int]:

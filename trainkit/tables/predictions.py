@@ -34,8 +34,8 @@ WRITTEN: dict[Path, Path] = {}  # by this process: each file and the table it wa
 class TableRows(Predictor):
     """Takes features, float64 (n, features), in their own units.
 
-    They are float64 because float32 cannot tell ids or times in milliseconds apart. In a subclass,
-    answer_rows returns the columns that are written for inputs of forward.
+    float32 cannot tell ids or times in milliseconds apart. In a subclass, answer_rows returns the
+    columns that are written for inputs of forward.
     """
 
     options = ("encoding",)
@@ -50,8 +50,48 @@ class TableRows(Predictor):
         return torch.randn(64, len(mean)) * std + mean
 
     def predict_file(self, path: Path, **options: Any) -> str:
-        """Write TABLE_predictions.csv: the rows of a table and the columns of answer_rows."""
-        return add_predictions(path, self.metadata, self.answer_rows, options.get("encoding"))
+        """Write TABLE_predictions.csv: the rows of a table and the columns of answer_rows.
+
+        Returns its path, what to know about these rows, and the first of them. Raises UsageError,
+        also if no row can be predicted. Without encoding=NAME it is that of the training table.
+        """
+        where, metadata = str(path), self.metadata
+        if not path.exists():
+            raise UsageError(f"{where} cannot be read: there is no such file")
+        options = metadata.get("read_options", {}) | options
+        written = frames.read_table(where, where, **options)
+        columns = [Column(**column) for column in metadata["columns"]]
+        table = frames.choose_columns(written, [column.name for column in columns], where)
+        if options.get("missing_values"):
+            table, _ = empty_cells(table, options["missing_values"])
+        inputs, problems = encode(table, columns)
+        why = {row: [f"column {name!r}: {cell}"] for row, name, cell in reversed(problems)}
+        if len(why) == len(table):
+            raise UsageError(f"{where}: no row can be predicted: {name_rows(why) or 'it has none'}")
+        predictions = pd.DataFrame(self.answer_rows(torch.from_numpy(inputs)))
+        predictions.loc[[*why]] = np.nan
+        notes = describe_unknown(table, columns)
+        notes += "".join(f"\n{line}" for line in written.attrs["encodings"])
+        if outside := find_outside(table, inputs, columns, metadata):
+            notes += f"\noutside the range of the training rows: {name_rows(outside)}"
+            cells = {row: "; ".join(texts) for row, texts in outside.items()}
+            predictions[OUTSIDE] = pd.Series(cells, predictions.index, dtype=object)
+        if why:
+            notes += f"\nno prediction for {name_rows(why)}"
+        if taken := [name for name in predictions if name in written]:
+            raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
+        stem = Path(path.stem).stem if path.suffix.lower() in frames.COMPRESSED else path.stem
+        output = path.with_name(f"{stem}_predictions.csv")
+        if WRITTEN.setdefault(output.resolve(), path.resolve()) != path.resolve():
+            raise UsageError(f"{where}: {output} has just been written for another table")
+        rows = written.join(predictions)
+        write_rows(rows, output)
+        shown = rows.drop(columns=OUTSIDE, errors="ignore").head()
+        plain = partial(write_number, digits=6, separator="")
+        lines = shown.to_string(
+            index=False, max_cols=6, max_colwidth=20, line_width=79, float_format=plain
+        )
+        return f"{output}{notes}\n{lines}"
 
 
 class TablePredictor(TableRows):
@@ -76,96 +116,18 @@ class TableClassifier(TableRows, Classifier):
         return {f"predicted_{name}": answers, f"probability_{name}": probability.numpy()}
 
 
-def add_predictions(
-    path: Path,
-    metadata: dict[str, Any],
-    predict: Callable[[torch.Tensor], dict[str, Any]],
-    encoding: str | None = None,
-) -> str:
-    """Write TABLE_predictions.csv, the rows of a table and the columns that predict returns.
-
-    Returns a text: the path, categories that training did not have, which rows have numbers beyond
-    those of the training rows (one more column names them all), which have no prediction and why,
-    and the first rows. Raises UsageError, also if no row can be predicted.
-
-    encoding: None means that of the training table.
-    """
-    where = str(path)
-    path = path if path.stem.strip(".") else path.resolve()  # . has no name of its own
-    if not path.exists():
-        raise UsageError(f"{where} cannot be read: there is no such file")
-    written, table, columns = read_new_table(path, where, metadata, encoding)
-    inputs, problems = encode(table, columns)
-    why = {row: [f"column {name!r}: {cell}"] for row, name, cell in reversed(problems)}
-    unknown = name_rows(why)
-    if len(why) == len(table):
-        raise UsageError(f"{where}: no row can be predicted: {unknown}")
-    predictions = pd.DataFrame(predict(torch.from_numpy(inputs)))
-    predictions.loc[[*why]] = np.nan
-    outside = find_outside(table, inputs, columns, metadata)
-    notes = describe_unknown(table, columns)
-    notes += "".join(f"\n{line}" for line in written.attrs["encodings"])
-    if outside:  # all are in a column of the file
-        notes += f"\noutside the range of the training rows: {name_rows(outside)}"
-        cells = {row: "; ".join(texts) for row, texts in outside.items()}
-        predictions[OUTSIDE] = pd.Series(cells, predictions.index, dtype=object)
-    if why:
-        notes += f"\nno prediction for {unknown}"
-    if taken := [name for name in predictions if name in written]:
-        raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
-    output = find_output(path, where)
-    rows = written.join(predictions)
-    write_rows(rows, output)
-    shown = rows.drop(columns=OUTSIDE, errors="ignore").head()
-    return f"{output}{notes}\n{write_lines(shown)}"
-
-
 def name_rows(texts: dict[int, list[str]]) -> str:
     """Return the first rows, numbered from 1, with the first texts about each."""
     return shorten([f"row {row + 1} ({shorten(texts[row], 2)})" for row in sorted(texts)])
-
-
-def write_lines(rows: pd.DataFrame) -> str:
-    """Return a few rows as text, in 79 columns."""
-    plain = partial(write_number, digits=6, separator="")
-    return rows.to_string(
-        index=False, max_cols=6, max_colwidth=20, line_width=79, float_format=plain
-    )
-
-
-def read_new_table(
-    path: Path, where: str, metadata: dict[str, Any], encoding: str | None
-) -> tuple[pd.DataFrame, pd.DataFrame, list[Column]]:
-    """Return a table as it is written, the columns that the model reads, and how it reads them."""
-    options = metadata.get("read_options", {}) | ({"encoding": encoding} if encoding else {})
-    written = frames.read_table(where, where, **options)
-    columns = [Column(**column) for column in metadata["columns"]]
-    table = frames.choose_columns(written, [column.name for column in columns], where)
-    if not len(table):
-        raise UsageError(f"{where}: there is no row below the names of the columns")
-    if options.get("missing_values"):
-        table, _ = empty_cells(table, options["missing_values"])
-    return written, table, columns
-
-
-def find_output(path: Path, where: str) -> Path:
-    """Return the path of the predictions for a table. Raises UsageError if another table has it."""
-    kinds, packed = ("|".join(map(re.escape, x)) for x in (frames.KINDS, frames.COMPRESSED))
-    stem = re.sub(rf"({kinds})({packed})?$", "", path.name, flags=re.IGNORECASE)
-    output = path.with_name(f"{stem}_predictions.csv")
-    if WRITTEN.setdefault(output.resolve(), path.resolve()) != path.resolve():
-        raise UsageError(f"{where}: {output} has just been written for another table: rename one")
-    return output
 
 
 def describe_unknown(table: pd.DataFrame, columns: Sequence[Column]) -> str:
     """Name the texts of categories that training did not have."""
     notes = ""
     for column in columns:
-        texts = pd.Series(read_cells(table[column.name], column)).dropna()
         if column.categories is not None:
-            new = [*map(repr, texts[~texts.isin(column.categories)].unique())]
-            if new:
+            texts = pd.Series(read_cells(table[column.name], column)).dropna()
+            if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
     return notes
 
@@ -173,10 +135,7 @@ def describe_unknown(table: pd.DataFrame, columns: Sequence[Column]) -> str:
 def find_outside(
     table: pd.DataFrame, inputs: np.ndarray, columns: Sequence[Column], metadata: dict[str, Any]
 ) -> dict[int, list[str]]:
-    """Return the rows with numbers beyond those of the training rows, and a text for each number.
-
-    inputs: what encode() returns for the table and these columns.
-    """
+    """Return the rows with numbers beyond those of the training rows, and a text for each."""
     found: dict[int, list[str]] = {}
     place = 0
     for column in columns:
@@ -194,11 +153,7 @@ def find_outside(
 
 
 def write_answers(path: Path, rows: list[dict[str, Any]]) -> str:
-    """Write the predictions for pictures as CSV, a row for each, and return a line that says so.
-
-    The columns are file, prediction, probability, doubt (what makes it unsure, or nothing) and
-    error.
-    """
+    """Write the predictions for pictures as CSV, a row for each, and return a line that says so."""
     columns = ["file", "prediction", "probability", "doubt", "error"]
     table = pd.DataFrame(rows, columns=columns)
     with as_usage_error(f"--csv {path} cannot be written"):

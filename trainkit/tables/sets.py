@@ -56,18 +56,9 @@ from trainkit.text import count, nfc, shorten
 
 
 def split_names(text: str) -> list[str]:
-    """Split `a,b` into names; one that contains a comma is quoted: `"a, b",c`.
-
-    Raises ValueError if there is no name, or a quotation mark without another one.
-    """
-    lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
-    try:
-        names = [nfc(name.strip()) for line in lines for name in line if name.strip()]
-    except csv.Error as problem:
-        raise ValueError(f"quotation marks come in pairs ({problem})") from None
-    if text and not names:
-        raise ValueError(f"there is no name in {text!r}")
-    return names
+    """Split `a,b` into names; one that contains a comma is quoted: `"a, b",c`."""
+    lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+    return [nfc(name.strip()) for line in lines for name in line]
 
 
 def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:
@@ -148,38 +139,29 @@ class TableConfig(TrainingConfig):
 
 
 class UsedRows(NamedTuple):
-    """The rows of a table that have a target, those to evaluate on last if the user chose them.
-
-    numbers: of each row in its file, from 0. given: which rows the user chose to evaluate on, bool;
-    None: a part is held out. plan: lines that say what was read.
-    """
+    """The rows of a table that have a target, those to evaluate on last if the user chose them."""
 
     table: pd.DataFrame
     targets: list[Column]
-    numbers: np.ndarray
-    given: torch.Tensor | None
+    numbers: np.ndarray  # of each row in its file, from 0
+    given: torch.Tensor | None  # which rows the user chose to evaluate on; None: a part is held out
     marks: list[str]
     plan: dict[str, str]
 
 
 class TableSets(NamedTuple):
-    """A set to train on (with folds), one to evaluate on (with row numbers), and metadata.
-
-    The metadata are what a prediction for a new row needs; plan: lines that say how the table is
-    used.
-    """
+    """A set to train on (with folds), and one to evaluate on (with row numbers)."""
 
     train: InMemory
     evaluated: InMemory
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # what a prediction for a new row needs
     plan: dict[str, str]
 
 
 def make_table_sets(config: TableConfig) -> TableSets:
-    """Return sets whose rows are features, as standardised numbers, and targets.
+    """Return sets of features and targets, as standardised numbers, or the number of a class.
 
-    The targets are standardised numbers too, or the number of a class. What is learned from rows
-    (categories, means) is learned from the training rows alone. Raises UsageError.
+    What is learned from rows is learned from the training rows alone. Raises UsageError.
     """
     rows = read_used_rows(config)
     table, targets, classes = rows.table, rows.targets, rows.targets[0].categories
@@ -205,7 +187,7 @@ def make_table_sets(config: TableConfig) -> TableSets:
         metadata |= scale | {"baseline": numbers[train].mean(0).tolist()}
     train_set = InMemory(inputs[train], outputs[train], fold)
     metadata["edges"] = network.find_edges(train_set.tensors[0])
-    plan = rows.plan | describe_use(learned, rows, train) | plan | say_next(config)
+    plan = rows.plan | describe_use(learned, rows) | plan | say_next(config)
     eval_set = InMemory(inputs[test], outputs[test], torch.from_numpy(rows.numbers[test]))
     return TableSets(train_set, eval_set, metadata, plan)
 
@@ -217,7 +199,12 @@ def read_used_rows(config: TableConfig) -> UsedRows:
     named = [*target, *(config.features or []), *config.categorical]
     parts = read_parts(str(config.data), where, named, **options)
     whole = parts["train"]
-    check_table(whole, config)
+    if not target:
+        raise UsageError(
+            f"{where}: choose the column to predict with --target: "
+            f"{shorten([*map(typed, whole)], MAX_SHOWN)}"
+        )
+    choose_columns(whole, [*config.categorical, *target], where)
     names = [*(config.features or whole), *target]
     is_labelled = partial(_is_labelled, names=target)
     evaluated, lines = choose_evaluated_table(
@@ -244,26 +231,12 @@ def read_used_rows(config: TableConfig) -> UsedRows:
         words = table.loc[lacking, target[0]].astype(object).fillna("").map(str).value_counts()
         dropped = f"{count(int(lacking.sum()), 'row')} dropped: no target"
         plan["data"] += f", {dropped}{list_counts(words.to_dict())}"
-    given = None if evaluated is None else torch.arange(len(table)) >= len(tables[0])
     has_target = np.flatnonzero(~lacking)
+    given = None if evaluated is None else torch.from_numpy(has_target >= len(tables[0]))
     used = table.iloc[has_target].reset_index(drop=True)
     for column in targets:
         check_target(used, column, config)
-    given = given if given is None else given[has_target]
     return UsedRows(used, targets, numbers[has_target], given, marks, plan | lines)
-
-
-def check_table(table: pd.DataFrame, config: TableConfig) -> None:
-    """Raise a UsageError if there is nothing to choose, or columns are named that are not there."""
-    where = config.where
-    if not len(table):
-        raise UsageError(f"{where}: there is no row below the names of the columns")
-    if not config.target:
-        raise UsageError(
-            f"{where}: choose the column to predict with --target: "
-            f"{shorten([*map(typed, table)], MAX_SHOWN)}"
-        )
-    choose_columns(table, [*config.categorical, *config.target], where)
 
 
 def _is_labelled(table: pd.DataFrame, names: list[str]) -> bool:
@@ -283,10 +256,9 @@ def _lacks(values: pd.Series, column: Column) -> np.ndarray:
 
 
 def find_targets(table: pd.DataFrame, config: TableConfig, marks: Sequence[str]) -> list[Column]:
-    """Return how the targets are read: as numbers, or one of them as classes.
+    """Return how the targets are read: as numbers, or the only one as classes.
 
     It is classes if it holds texts or just two different values, or is named in --categorical.
-    Raises UsageError for one of several that is no number.
     """
     names = config.target or []
     columns = [find_kind(table[name], config.categorical, marks) for name in names]
@@ -327,15 +299,13 @@ def split_and_learn(
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor, dict[str, Column], dict[str, str]]:
     """Return the rows to train and to evaluate on, the folds of the former, columns, the plan.
 
-    Equal rows are on one side and in one fold. What is learned of the columns is learned from the
-    rows to train on. Raises UsageError.
+    Equal rows are on one side and in one fold. Raises UsageError.
     """
     table, targets, given = rows.table, rows.targets, rows.given
     num_rows = len(table)
     if given is None:
-        labels = None
-        if targets[0].categories is not None:
-            labels = number_classes(table, targets[0])
+        is_class = targets[0].categories is not None
+        labels = number_classes(table, targets[0]) if is_class else None
         sides = splits.hold_out(num_rows, config.test_fraction, labels, seed=config.data_seed)
         train, test = (side.sort().values for side in sides)
     else:
@@ -376,10 +346,9 @@ def learn_columns(rows: UsedRows, train: np.ndarray, config: TableConfig) -> dic
 def hash_rows(
     table: pd.DataFrame, targets: list[Column], learned: dict[str, Column]
 ) -> tuple[torch.Tensor, bool]:
-    """Return a hash of what is used of each row, int64, and whether rows must be equal.
+    """Return a hash of what is used of each row, and whether some rows must be equal.
 
-    They must be if the columns allow fewer distinct rows than the table has: a row is then a
-    kind of thing, and not one that was copied.
+    They must if the columns allow fewer distinct rows than there are: equal ones are no copies.
     """
     used = [column for column in (*learned.values(), *targets) if not column.problem]
     cells = pd.DataFrame({column.name: read_cells(table[column.name], column) for column in used})
@@ -431,9 +400,8 @@ def make_number_sets(features: torch.Tensor, targets: torch.Tensor, config: Any)
 
     They are called x0, x1, ... and y0, y1, ... A fifth, by --data-seed, is evaluated.
     """
-    train, test = (
-        side.sort().values for side in splits.hold_out(len(features), seed=config.data_seed)
-    )
+    sides = splits.hold_out(len(features), seed=config.data_seed)
+    train, test = (side.sort().values for side in sides)
     if not (len(train) and len(test)):
         raise UsageError(f"{count(len(features), 'row')}: one to train on and one to evaluate on")
     inputs, metadata = standardise_columns("feature", features.numpy(), train.numpy(), as_is=True)
@@ -451,7 +419,7 @@ def say_next(config: Any) -> dict[str, str]:
     return {"next": f"python app.py {shlex.quote(str(config.run_dir))}"}
 
 
-def describe_use(learned: dict[str, Column], rows: UsedRows, train: np.ndarray) -> dict[str, str]:
+def describe_use(learned: dict[str, Column], rows: UsedRows) -> dict[str, str]:
     """Return the lines of the plan that say how the columns are used."""
     numbers = [column for column in rows.targets if column.categories is None]
     special = [
@@ -461,11 +429,8 @@ def describe_use(learned: dict[str, Column], rows: UsedRows, train: np.ndarray) 
     ]
     columns = [column for column in learned.values() if not column.problem]
     num_features = sum(len(column.feature_names()) for column in columns)
-    plan = {
-        "features": f"{num_features}, from {count(len(columns), 'column')}",
-        "columns": shorten(special, MAX_SHOWN) or "numbers",
-        "targets": ", ".join(column.name for column in rows.targets),
-    }
+    plan = {"features": f"{num_features}, from {count(len(columns), 'column')}"}
+    plan["columns"] = shorten(special, MAX_SHOWN) or "numbers"
     asked: dict[str, str] = {}
     for column in (*columns, *numbers):
         if column.categories is None and not column.days:
@@ -475,9 +440,4 @@ def describe_use(learned: dict[str, Column], rows: UsedRows, train: np.ndarray) 
         codes = typed(*dict.fromkeys(asked.values()))
         cells = shorten([*asked], MAX_SHOWN)
         plan["asked"] = f"is {cells} a missing value? Then add --missing-values={codes}"
-    if len(train) < 2 * num_features:
-        plan["few rows"] = (
-            f"{len(train)} to train on for {num_features} features: another split may give a very "
-            "different score"
-        )
     return plan
