@@ -9,7 +9,6 @@ import re
 import signal
 import struct
 import zlib
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -37,7 +36,7 @@ from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.pictures import backbones, decoding, files, photos, splits
 from trainkit.pictures.files import read_photo_pixels
-from trainkit.pictures.grey import are_photos
+from trainkit.pictures.sets import cells_of
 from trainkit.reading.kept import compute_once
 from trainkit.reading.recall import describe_recall
 from trainkit.store.records import PREDICTIONS
@@ -204,10 +203,11 @@ def test_what_of_wide_pictures_is_seen_is_said_and_the_same_for_predict(
     whole = config.fit in ("pad", "squash")
     assert config.resize == (32 if whole else 34)
     metadata = json.loads(json.dumps(metadata))
+    cells = cells_of(splits.find_sets(str(tmp_path / "data")).train.rows)
     for part in (train, held_out):
         for n, row in enumerate(part.split.rows.tolist()):
             square = files.cut_centre(part.pick(torch.tensor([n])).images[0], 32)
-            path = part.split.cells[row]["image"]["path"]
+            path = cells[row]["image"]["path"]
             sides = metadata["resize"], metadata["size"]
             assert torch.equal(read_photo_pixels(Path(path), *sides, **metadata["reading"]), square)
             end = square[:, 15:17, :5].float().mean((1, 2))
@@ -251,16 +251,6 @@ def test_pictures_that_say_nothing_and_what_is_in_two_classes_are_named(tmp_path
     assert 3 in train.labels  # the only one of its class is trained on
     with refused(r"all 12 pictures look the same"):
         photos.load_photos(parse(pictures.Config, sets[1]))
-
-
-def test_pictures_beyond_cache_bytes_are_the_same(tmp_path, monkeypatch):
-    fill(tmp_path / "data", *FIVE)
-    stored, *_ = load(tmp_path / "data")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "other"))
-    decoded, _, plan = load(tmp_path / "data", "--cache-bytes", 0)
-    assert "use --num-workers" in plan["decoding"]
-    pixels, labels, _ = decoded.pick(torch.tensor([3, 0]))
-    assert torch.equal(pixels, stored.pick(torch.tensor([3, 0]))[0]) and len(labels) == 2
 
 
 @linux_only
@@ -337,19 +327,6 @@ def test_a_network_of_one_size_takes_no_other():
     flags = "--dataset photos --model test_vit --scratch --size 32"
     with refused("--size 32: this network takes only pictures of size 160"):
         pictures.load_data(parse(pictures.Config, flags.split()))
-
-
-def test_training_on_digits_ends_with_the_command_for_large_colour_pictures(
-    tmp_path, run_main, capsys
-):
-    data = tmp_path / "my data"
-    fill(data, *FIVE)
-    run_main("train_mnist", "--dataset", data, "--epochs", 1, "--run-dir", tmp_path / "run")
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"next: python examples/pictures.py --dataset '{data}'"
-    for kind, other in (("65 x 70 RGB", "64 x 70 RGB"), ("70 x 65 P", "70 x 65 L")):
-        assert are_photos(Counter({kind: 2, other: 1}))
-        assert not are_photos(Counter({kind: 2, other: 2}))
 
 
 def test_a_crop_depends_on_seed_epoch_and_sample_alone():

@@ -375,7 +375,6 @@ pictures --balance | examples.pictures PHOTOS --balance | 0
 text | examples.text --data {texts}/lines.csv | 4
 finetune --pack | examples.finetune TUNED/pairs.jsonl --pack --max-tokens 99 | 4 | POSITIONS
 pictures | examples.pictures PHOTOS | 0
-pictures, decoded | examples.pictures PHOTOS --resize 40 --cache-bytes 0 | 3
 preference | examples.preference TUNED/preferred.jsonl --sft-weight 1 | 4 | POSITIONS
 digits | train_mnist --dataset {digits} --max-shift 2 --max-turn 5 --ema 0.9 | 0
 regression | train_regression --model mlp --loss huber --accumulate 2 | 0

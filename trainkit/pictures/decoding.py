@@ -6,7 +6,6 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,7 +95,6 @@ def decode_once(
     shape: tuple[int, ...],
     read: Read,
     key: bytes,
-    stored: bool = True,
     has_greys: bool = False,
 ) -> Decoded:
     """Decode all pictures with all cores, unless the cache has them.
@@ -107,17 +105,16 @@ def decode_once(
         cells: rows of one column, datasets.Image(decode=False).
         shape: of what `read` returns.
         key: everything the cached file depends on: the pictures' content and the way of reading.
-        stored: False writes no file, and only looks whether the pictures can be read.
         has_greys: `read` knows the range of deep grey pictures. False: look for them.
     """
     path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{digest(key)}.npy")
     report_path = path.with_suffix(".json")
     report = json.loads(report_path.read_bytes()) if report_path.is_file() else None
-    if report is None or (stored and not report["greys"] and not path.is_file()):
+    if report is None or (not report["greys"] and not path.is_file()):
         path.parent.mkdir(parents=True, exist_ok=True)
         tag = f"{os.getpid()}-"  # another run may be writing the same
         with as_usage_error(f"{path} cannot be written"):
-            with replacing(path, tag) if stored else nullcontext(Path(os.devnull)) as temporary:
+            with replacing(path, tag) as temporary:
                 report = decode(Blocks(cells, shape, read, has_greys), temporary)
             if report["greys"]:
                 path.unlink(missing_ok=True)

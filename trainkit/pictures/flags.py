@@ -88,8 +88,6 @@ class PhotoConfig(PictureConfig):
     resize: Count = UNSET
     """the short side of a picture, before squares are cut out of it (default: --size / 0.95; with
     --fit pad or squash it is --size)"""
-    cache_bytes: MayChange[NonNegative[int]] = 2**35
-    """decode pictures for each batch if they would take more bytes on disk"""
     epochs: int = UNSET
     """passes over the pictures (default: 5, or up to 20 if they are few; 20 with --freeze)"""
     learning_rate: float = UNSET

@@ -1,8 +1,7 @@
 """Colour photos in the folders of their classes, decoded once into a file of uint8 squares.
 
 A batch maps the file into memory for as long as it takes to copy its rows, so on a CPU the process
-needs no more memory for more pictures. On a GPU up to 1 GiB of photos lies there. A set whose file
-would be too large is decoded for each batch.
+needs no more memory for more pictures. On a GPU up to 1 GiB of photos lies there.
 """
 
 import math
@@ -11,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from trainkit.hashes import digest
-from trainkit.pictures.files import read_centre, source_of
+from trainkit.pictures.files import read_centre
 from trainkit.pictures.flags import PhotoConfig
 from trainkit.pictures.sets import Split, load_labelled
 from trainkit.text import shorten
@@ -55,7 +54,7 @@ class Photos(Dataset):
         return Batch(pixels, self.labels[indices], indices)
 
     def make_batch(self, indices: torch.Tensor) -> Any:
-        """The same for loaders, whose workers decode those of Files."""
+        """The same; a loader calls this."""
         return self.pick(indices)
 
     @property
@@ -90,24 +89,6 @@ class PhotosThere(Photos):
         return Batch(pixels, self.labels_there.index_select(0, indices), indices)
 
 
-class Files(Photos):
-    """The same samples, decoded each time they are read, if possible by loader workers."""
-
-    def __init__(self, split: Split, side: int):
-        super().__init__(split)
-        self.side = side
-
-    def __getitem__(self, index: int) -> Batch:
-        (cell,) = self.split.cells[int(self.split.rows[index])].values()
-        values, _ = read_centre(source_of(cell), self.side, **self.split.how)
-        pixels = torch.from_numpy(values)
-        return Batch(pixels.permute(2, 0, 1), self.labels[index], torch.tensor(index))
-
-    def pick(self, indices: torch.Tensor) -> Any:
-        """See Photos.pick."""
-        return default_collate([self[int(index)] for index in indices])
-
-
 def load_photos(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
     """Return the photos to train and to evaluate on, and lines of the plan.
 
@@ -115,17 +96,13 @@ def load_photos(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
     that cannot be read, unless config.skip_unreadable leaves them out.
     """
     side = config.resize
-    options: dict[str, Any] = {"max_bytes": config.cache_bytes}
-    options["skip_unreadable"] = config.skip_unreadable
+    options: dict[str, Any] = {"skip_unreadable": config.skip_unreadable}
     if config.fit in (None, "pad"):
         options["seen"] = config.size
-    *splits, plan = load_labelled(config, read_centre, (side, side, 3), **options)
-    if problems := [*dict.fromkeys(splits[0].problems + splits[1].problems)]:
+    train, held_out, plan = load_labelled(config, read_centre, (side, side, 3), **options)
+    if problems := [*dict.fromkeys(train.problems + held_out.problems)]:
         plan["unreadable"] = f"{len(problems)} left out: {shorten(problems)}"
-    train, held_out = (Photos(s) if s.path.is_file() else Files(s, side) for s in splits)
-    if isinstance(train, Files) or isinstance(held_out, Files):
-        plan["decoding"] = "for each batch (--cache-bytes): use --num-workers"
-    return train, held_out, plan
+    return Photos(train), Photos(held_out), plan
 
 
 def measure(

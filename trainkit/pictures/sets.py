@@ -1,6 +1,5 @@
 """The pictures to train and to evaluate on: found, decoded once, and what the plan says of them."""
 
-import math
 import shlex
 import sys
 from collections import Counter
@@ -29,32 +28,25 @@ class Split(NamedTuple):
     """The samples of a side.
 
     Attributes:
-        path: the file of the decoded values of all rows; missing if it would be too large.
-        cells: all rows as they are stored, a column of datasets.Image(decode=False).
+        path: the file of the decoded values of all rows.
         rows: the row of each sample, int64.
         labels: its class, int64.
         hashes: of its values, int64, equal for equal pictures.
         classes: the names of the classes.
         forms: how many pictures of all rows are of which size and mode.
         problems: what is wrong with the rows that were left out.
-        how: what `read` was given beside the file and the side: "fit", and for deep grey pictures
-            "greys", the values of black and white of each kind.
+        reading: what predict.py needs to read pictures as these were read, as JSON: "fit", and
+            "greys", the values of black and white of each kind of deep grey pictures.
     """
 
     path: Path
-    cells: datasets.Dataset
     rows: torch.Tensor
     labels: torch.Tensor
     hashes: torch.Tensor
     classes: list[str]
     forms: Counter[str]
     problems: list[str]
-    how: dict[str, Any]
-
-    @property
-    def reading(self) -> dict[str, Any]:
-        """What predict.py needs to read pictures as these were read, as JSON."""
-        return {"fit": self.how["fit"], "greys": self.how.get("greys", {})}
+    reading: dict[str, Any]
 
 
 def load_labelled(
@@ -98,7 +90,6 @@ def load_sets(
     same_classes: bool = True,
     num_held_out: int = 0,
     skip_unreadable: bool | None = None,
-    max_bytes: float = math.inf,
     **how: Any,
 ) -> tuple[Split, Split, dict[str, str]]:
     """Return the pictures to train and to evaluate on, decoded once and cached, and plan lines.
@@ -112,13 +103,12 @@ def load_sets(
             in colour.
         num_held_out: evaluate on so many training pictures, whatever other splits there are.
         skip_unreadable: leave out what cannot be read. None: the script has no such flag.
-        max_bytes: if the values of a side would take more, no file is written.
         how: what `read` gets too. Without "greys" the range of deep grey pictures is chosen by the
             values of both sides.
     """
     found = find_sets(name, label, eval_data, bool(num_held_out), same_classes)
     sides = [side for side in (found.train, found.evaluated) if side]
-    decode = partial(decode_rows, read=read, shape=shape, max_bytes=max_bytes)
+    decode = partial(decode_rows, read=read, shape=shape)
     decoded = [decode(side.rows, how) for side in sides]
     if any(each.greys for each in decoded):
         how["greys"] = choose_greys(f"--dataset {name}", *(each.greys for each in decoded))
@@ -129,7 +119,8 @@ def load_sets(
     else:
         options = {"labels": found.train.labels, "number": num_held_out}
         chosen = [*split_rows(decoded[0].hashes, **options)]
-    make = partial(make_split, classes=found.classes, how=how)
+    reading = {"fit": how["fit"], "greys": how.get("greys", {})}
+    make = partial(make_split, classes=found.classes, reading=reading)
     train = make(sides[0], decoded[0], chosen[0])
     held_out = make(sides[-1], decoded[-1], chosen[1])
     given = f"{found.given}: {count(len(held_out.rows), 'picture')}" if found.given else ""
@@ -137,16 +128,11 @@ def load_sets(
 
 
 def decode_rows(
-    rows: datasets.Dataset,
-    how: dict[str, Any],
-    read: Read,
-    shape: tuple[int, ...],
-    max_bytes: float,
+    rows: datasets.Dataset, how: dict[str, Any], read: Read, shape: tuple[int, ...]
 ) -> Decoded:
     """Decode rows of one column of pictures. See load_sets."""
     key = f"{fingerprint_of(rows)} {shape} {how} ".encode() + files.READER
-    is_stored = len(rows) * math.prod(shape) <= max_bytes
-    return decode_once(cells_of(rows), shape, partial(read, **how), key, is_stored, "greys" in how)
+    return decode_once(cells_of(rows), shape, partial(read, **how), key, "greys" in how)
 
 
 def cells_of(rows: datasets.Dataset) -> datasets.Dataset:
@@ -156,14 +142,18 @@ def cells_of(rows: datasets.Dataset) -> datasets.Dataset:
 
 
 def make_split(
-    side: Labelled, decoded: Decoded, chosen: torch.Tensor, classes: list[str], how: dict[str, Any]
+    side: Labelled,
+    decoded: Decoded,
+    chosen: torch.Tensor,
+    classes: list[str],
+    reading: dict[str, Any],
 ) -> Split:
     """Return the chosen rows of a side that could be read."""
     unread = torch.tensor([*decoded.problems], dtype=torch.int64)
     rows = chosen[~torch.isin(chosen, unread)]
     samples = rows, side.labels[rows], decoded.hashes[rows]
     problems = [*decoded.problems.values()]
-    return Split(decoded.path, cells_of(side.rows), *samples, classes, decoded.forms, problems, how)
+    return Split(decoded.path, *samples, classes, decoded.forms, problems, reading)
 
 
 def refuse_unreadable(
