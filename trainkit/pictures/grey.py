@@ -14,8 +14,6 @@ from trainkit.pictures.flags import GreyConfig
 from trainkit.pictures.sets import Split, load_labelled, load_sets
 from trainkit.reading.splits import describe_equal
 
-IN_COLOUR = ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr")  # of Pillow's modes
-MOST_SMALL = 64  # pixels; pictures above it lose too much at the size of digits
 NUM_CHECKED = 2000  # pictures of a side whose content is looked at
 # Defaults for a set like MNIST, and those that differ for a much smaller one, on which the first
 # would take few steps and leave out up to a batch of 128 in each epoch.
@@ -54,19 +52,12 @@ def load_grey(
     pictures = describe_pictures(size, pixels, forms)
     metadata = {"classes": train.classes, "pictures": pictures, "reading": train.reading}
     lines = {"data": plan.pop("data"), "pictures": pictures["read_as"]}
-    in_colour = f"python examples/pictures.py --dataset {shlex.quote(config.dataset)}"
-    if config.eval_data:
-        in_colour += f" --eval-data {shlex.quote(config.eval_data)}"
-    next_command = f"python app.py {shlex.quote(str(config.run_dir))}"
-    if are_photos(forms):
-        lines["pictures"] += f"; for their colour: {in_colour}"
-        next_command = in_colour
     if train.path == held_out.path:
         both = len(train.rows) + len(held_out.rows)
         lines["held out"] = f"{len(held_out.rows)} of {both} training pictures, to evaluate on"
     sizes = set_by_number(config, len(train_set), usual or {}, for_small_set or {})
-    plan = lines | plan | sizes | {"next": next_command}
-    return train_set, eval_set, metadata, plan
+    next_command = f"python app.py {shlex.quote(str(config.run_dir))}"
+    return train_set, eval_set, metadata, lines | plan | sizes | {"next": next_command}
 
 
 def set_by_number(
@@ -124,13 +115,3 @@ def describe_pictures(size: int, pixels: torch.Tensor, forms: Counter[str]) -> d
         "read_as": grey if is_grey else f"{kinds[0]}{others} read as {grey}",
         "shape": [*shapes.pop()] if len(shapes) == 1 else None,
     }
-
-
-def are_photos(forms: Counter[str]) -> bool:
-    """Return whether more than half of the files are in colour and have sides above 64 pixels."""
-    num_photos = 0
-    for form, number in forms.items():
-        width, _, height, mode = form.split()[:4]
-        large = min(int(width), int(height)) > MOST_SMALL
-        num_photos += number * (large and mode in IN_COLOUR)
-    return num_photos * 2 > forms.total()
