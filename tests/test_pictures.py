@@ -180,7 +180,7 @@ BAD_LAYOUTS = {
     "classes beside test": (holding("a/0.png", "test/a/0.png"), r"give only \['test'\]: "),
     "a folder more": (holding("set/a/0.png", "set/b/0.png"), "of one class, set: "),
     "nothing read": (holding("_a/0.png", "b/0.psd"),
-                     r"no picture .*hidden \(1\): _a/0.png; no picture files \(1\): b/"),
+                     r"no picture files \(2 not read: _a/0.png, b/0.psd\)"),
     "two columns": (two_columns, "--label must name .*'kind', 'id'"),
     "a new class": (with_cell("kind", "four", "string", "test"),
                     "'test', column 'kind', row 8: the label 'four' is not one of"),
@@ -236,7 +236,6 @@ def test_splits_and_classes_are_folders_and_what_tools_leave_is_not_read(name, t
     assert found == {path: split for path, split in expected.items() if split}
     num_unread, text = [*expected.values(), "", ""].count(""), capfd.readouterr().err
     assert text.count(f": {num_unread} not read: ") == 1
-    assert "linked folders (1): link" in text and "links that lead nowhere (1): gone.png" in text
 
 
 @pytest.mark.parametrize("kind", ["folder", "list"])
@@ -390,9 +389,7 @@ def test_files_whose_names_are_not_utf_8_are_named_and_passed_over(tmp_path, cap
         digits(1)[0].save(path)
     train_set, _, metadata, _ = load(tmp_path / "data")
     assert len(train_set) == 60 and metadata["classes"] == sorted(NAMES)
-    assert r"2 not read: names that are not UTF-8 (2): train/one/caf\xe9.png, " in (
-        capfd.readouterr().err
-    )
+    assert r"2 not read: train/one/caf\xe9.png, " in capfd.readouterr().err
     other = (tmp_path / "data").rename(Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xe9")))
     with refused(r"\\xe9: rename it"):
         load(other)

@@ -565,28 +565,12 @@ def test_the_split_in_a_column_of_texts_is_evaluated(tmp_path):
     assert sets.classes == ["TEST", "TRAIN"] and "evaluated on" not in sets.plan
 
 
-@pytest.mark.parametrize(
-    ("script", "where"),
-    [
-        *(("mnist", "metadata.csv"), ("mnist", "rows.parquet")),
-        *(("photos", "metadata.csv"), ("photos", "rows.parquet")),
-    ],
-)
-def test_the_split_in_a_column_beside_pictures_is_evaluated(script, where, tmp_path):
-    folder = tmp_path / "set"
-    flags = [folder]
-    names = ["a", "b"] * 10
-    told_by = "'test' in column 'Split'"
-    if where == "rows.parquet":
-        folder.mkdir()
-        rows = rows_of(range(10, 30), ["a", "b"], [0, 1] * 10).add_column("split", SIDES)
-        rows.to_parquet(folder / where)
-        told_by = "'test' in column 'split'"
-    else:
-        save_shaded(folder, *range(10, 30))
-        files = [f"{value}.png" for value in range(10, 30)]
-        listed = pd.DataFrame({"file_name": files, "Split": SIDES, "label": names})
-        listed.to_csv(folder / "metadata.csv", index=False)
-    train, held_out, plan = pictures_of(script, *flags)
-    assert (len(train), held_out) == (15, names[12:17])
-    assert plan["evaluated on"] == f"{told_by}: 5 pictures"
+def test_a_column_called_split_beside_pictures_is_named_and_is_no_class(tmp_path):
+    save_shaded(tmp_path / "set", *range(10, 30))
+    listed = {"file_name": [f"{value}.png" for value in range(10, 30)], "Split": SIDES}
+    pd.DataFrame(listed | {"label": ["a", "b"] * 10}).to_csv(
+        tmp_path / "set/metadata.csv", index=False
+    )
+    train, held_out, plan = pictures_of("mnist", tmp_path / "set")
+    assert (len(train), len(held_out)) == (16, 4)
+    assert plan["split"].startswith("column Split is not read: put the pictures of each split")

@@ -34,12 +34,12 @@ class Folder:
         classes: for each of these files, the name of the folder that is its class. Empty if they
             are not pictures in such folders, but tables, archives, or pictures with a list of
             their labels.
-        unread: why files that a person might take for data are in no split.
+        unread: files in no split that a person might take for data.
     """
 
     splits: dict[str, list[Path]]
     classes: dict[Path, str]
-    unread: dict[Path, str]
+    unread: list[Path]
 
 
 def find_files(folder: Path, where: str) -> Folder:
@@ -68,7 +68,7 @@ def find_files(folder: Path, where: str) -> Folder:
     found = {split: parts[split] for split in WORDS if split in parts}
     found = found or {"train": parts.get("", [])}
     read = {path for paths in found.values() for path in paths}
-    unread = explain_unread(folder, [path for path in paths if path not in read])
+    unread = [path for path in paths if path not in read and seems_data(path)]
     if not read:
         others = f" ({describe_unread(unread)})" if unread else ""
         raise UsageError(f"{where} cannot be read: it has no picture files{others}")
@@ -83,38 +83,15 @@ def list_paths(folder: Path) -> list[Path]:
     return sorted((path.relative_to(folder) for path in below), key=str)
 
 
-def explain_unread(folder: Path, paths: list[Path]) -> dict[Path, str]:
-    """Return those paths, none of which is read, that a person might take for data, and why."""
-    return {
-        path: reason_unread(folder, path)
-        for path in paths
-        if not NO_DATA.match(path.name)
-        if is_read(path.as_posix())
-        or PICTURES.fullmatch(path.suffix)
-        or HOLDERS.fullmatch(path.suffix)
-    }
+def seems_data(path: Path) -> bool:
+    """Return whether a person might take a path for data."""
+    suffixes = (PICTURES.fullmatch(path.suffix), HOLDERS.fullmatch(path.suffix))
+    return not NO_DATA.match(path.name) and (is_read(path.as_posix()) or any(suffixes))
 
 
-def reason_unread(folder: Path, path: Path) -> str:
-    """Return why a path is in no split."""
-    if not is_text(path):
-        return "names that are not UTF-8"
-    if (folder / path).is_dir():
-        return "linked folders"
-    if not (folder / path).exists():
-        return "links that lead nowhere"
-    if not is_read(path.as_posix()):
-        return "hidden"
-    return "in no split" if PICTURES.fullmatch(path.suffix) else "no picture files"
-
-
-def describe_unread(unread: dict[Path, str]) -> str:
-    """Return how many files are not read, why, and the first of them."""
-    paths: dict[str, list[str]] = {}
-    for path, reason in unread.items():
-        paths.setdefault(reason, []).append(name_of(path))
-    reasons = (f"{reason} ({len(names)}): {shorten(names)}" for reason, names in paths.items())
-    return f"{len(unread)} not read: {'; '.join(reasons)}"
+def describe_unread(unread: list[Path]) -> str:
+    """Return how many files are not read, and the first of them."""
+    return f"{len(unread)} not read: {shorten([*map(name_of, unread)])}"
 
 
 def is_text(path: Path) -> bool:

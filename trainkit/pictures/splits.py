@@ -21,12 +21,7 @@ from datasets.data_files import DataFilesList
 from trainkit.errors import UsageError, is_main_rank
 from trainkit.pictures import folders
 from trainkit.reading.paths import read_here_or_from_hub
-from trainkit.reading.splits import (
-    choose_evaluated,
-    find_splits,
-    may_say_split,
-    read_split_columns,
-)
+from trainkit.reading.splits import choose_evaluated, find_splits, may_say_split
 from trainkit.text import count, nfc, shorten
 
 LABELS = re.compile("u?int|bool|(large_)?string")  # the types of columns of labels
@@ -50,7 +45,7 @@ class Sides(NamedTuple):
         classes: the names of the classes.
         given: what the user chose to evaluate on, "" if a part is held out.
         unread: splits that are neither trained on nor evaluated, and why.
-        plan: lines about columns that tell a split, and classes in another form of Unicode.
+        plan: lines about a column that is called split, and classes in another form of Unicode.
     """
 
     train: Labelled
@@ -59,14 +54,6 @@ class Sides(NamedTuple):
     given: str
     unread: list[str]
     plan: dict[str, str]
-
-
-class Parts(NamedTuple):
-    """The rows of each split of a data set, what each is called, and a note of its columns."""
-
-    rows: dict[str, datasets.Dataset]
-    names: dict[str, str]
-    note: str
 
 
 def find_sets(
@@ -89,62 +76,71 @@ def find_sets(
         same_classes: refuse a class that is not trained on. False: classes do not matter.
     """
     where = f"--dataset {folders.name_of(name)}"
-    parts = open_parts(name, where, label)
-    if "train" not in parts.rows:
+    parts = open_dataset(name, where)
+    if "train" not in parts:
         raise UsageError(
-            f"{where}, split 'train': the folder and file names give only {sorted(parts.rows)}: "
+            f"{where}, split 'train': the folder and file names give only {sorted(parts)}: "
             "put the training pictures into train/"
         )
     chosen, unread = "", list[str]()
     if not held_out:
         chosen, unread = choose_part(parts, where, label, bool(eval_data))
-    rows, given, note = parts.rows.get(chosen), parts.names.get(chosen, ""), parts.note
-    where_evaluated = f"{where}, split {chosen!r}"
+    rows, given, where_evaluated = parts.get(chosen), chosen, f"{where}, split {chosen!r}"
     if eval_data:
         rows, given, where_evaluated = open_given(eval_data, label)
-        note = note if len(parts.rows) > 1 else ""
-    train, classes, respelt = label_rows(parts.rows["train"], f"{where}, split 'train'", label)
+    train, classes, respelt = label_rows(parts["train"], f"{where}, split 'train'", label)
     evaluated = None
     if rows is not None:
         known = classes if same_classes else None
         evaluated, _, more = label_rows(rows, where_evaluated, label, known)
         respelt |= more
-    plan = {"split": note} if note else {}
+    columns = [c for c in parts["train"].column_names if may_say_split(c) and c != label]
+    return Sides(train, evaluated, classes, given, unread, describe_names(columns, respelt))
+
+
+def describe_names(columns: list[str], respelt: set[str]) -> dict[str, str]:
+    """Return lines of the plan about columns called split, and classes whose names were respelt."""
+    plan = {}
+    if columns:
+        plan["split"] = (
+            f"column {shorten(columns)} is not read: put the pictures of each split into a folder "
+            "of their own, called train and test"
+        )
     if respelt:
         names = count(len(respelt), "class name")
         plan["spelling"] = f"{names} in another form of Unicode, read in NFC: {shorten([*respelt])}"
-    return Sides(train, evaluated, classes, given, unread, plan)
+    return plan
 
 
 def open_given(name: str, label: str | None) -> tuple[datasets.Dataset, str, str]:
     """Return the rows of --eval-data, what the plan calls them, and how a sentence begins."""
     given = where = f"--eval-data {folders.name_of(name)}"
-    parts = open_parts(name, where, label)
+    parts = open_dataset(name, where)
     chosen = choose_part(parts, where, label, False)[0] or "train"
-    if parts.names[chosen] != chosen:  # a column says it
-        given += f", {parts.names[chosen]}"
-    if len(parts.rows) > 1:
+    if len(parts) > 1:
         where += f", split {chosen!r}"
-    return parts.rows[chosen], given, where
+    return parts[chosen], given, where
 
 
-def choose_part(parts: Parts, where: str, label: str | None, other: bool) -> tuple[str, list[str]]:
+def choose_part(
+    parts: dict[str, datasets.Dataset], where: str, label: str | None, other: bool
+) -> tuple[str, list[str]]:
     """Return the split to evaluate on, "" if there is none, and those that are not read.
 
     other: none of these is, because something else is evaluated.
     """
 
     def is_labelled(split: str) -> bool:
-        rows = parts.rows[split]
-        column = choose_column(parts.rows.get("train", rows), f"{where}, split 'train'", label)
+        rows = parts[split]
+        column = choose_column(parts.get("train", rows), f"{where}, split 'train'", label)
         return column in rows.column_names and bool(values_of(rows, column).notna().any())
 
-    return choose_evaluated(parts.names, is_labelled, other)
+    return choose_evaluated({split: split for split in parts}, is_labelled, other)
 
 
 def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
     """Return the column of the classes: `label`, or the only one that fits. Raises UsageError."""
-    columns = rows.features.items()
+    columns = [x for x in rows.features.items() if x[0] == label or not may_say_split(x[0])]
     class_labels = [name for name, kind in columns if isinstance(kind, datasets.ClassLabel)]
     fitting = [name for name, kind in columns if LABELS.match(str(getattr(kind, "dtype", "")))]
     choices = [label] if label else class_labels or fitting
@@ -154,31 +150,6 @@ def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
             f"{fitting}; or put each picture into the folder of its class"
         )
     return choices[0]
-
-
-def open_parts(name: str, where: str, label: str | None) -> Parts:
-    """Return the splits of open_dataset, or those that columns of the only one tell.
-
-    label: the column of the classes, which is not one of them.
-    """
-    rows = open_dataset(name, where)
-    names = {split: split for split in rows}
-    if {*rows} != {"train"}:
-        return Parts(rows, names, "")
-    (whole,) = rows.values()
-    columns = {
-        column: values_of(whole, column)
-        for column, kind in whole.features.items()
-        if column != label and may_say_split(column)
-        if LABELS.match(str(getattr(kind, "dtype", "")))
-    }
-    found = read_split_columns(columns)
-    if not found.rows:
-        return Parts(rows, names, found.note)
-    left = whole.remove_columns(found.columns)
-    told = {split: numbers for split, numbers in found.rows.items() if split}
-    rows = {split: left.select(part, keep_in_memory=True) for split, part in told.items()}
-    return Parts(rows, found.names, found.note)
 
 
 def open_dataset(name: str, where: str) -> dict[str, datasets.Dataset]:
@@ -191,7 +162,7 @@ def open_dataset(name: str, where: str) -> dict[str, datasets.Dataset]:
     folder = Path(name)
     with read_here_or_from_hub(name, where):
         if folder.suffix in FILES_OF_ROWS and folder.is_file():
-            one_file = folders.Folder({"train": [Path(folder.name)]}, {}, {})
+            one_file = folders.Folder({"train": [Path(folder.name)]}, {}, [])
             return load_tables(folder.parent.resolve(), one_file, where, has_card=False)
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{where} is a file: name its folder, and unpack an archive")
