@@ -70,7 +70,7 @@ class Signals:
         return [thing for each in lists for thing in each]
 
     def barrier(self) -> None:
-        """Wait for all processes, before the host waits for the device: for a lost one it hangs."""
+        """Wait for all processes before the host waits for the device: a lost one would hang it."""
         self.wait()
         if self.group is not None:
             torch.distributed.all_reduce(torch.zeros(1), group=self.group)
