@@ -152,7 +152,7 @@ def test_each_checkpoint_that_cannot_be_copied_is_said_once_and_the_end_says_wha
     assert "lacks" not in capfd.readouterr().out and len(names(run)) == 2
 
 
-@pytest.mark.parametrize("damage", ["flip", "gone", "no manifest", "torn manifest", "forged"])
+@pytest.mark.parametrize("damage", ["flip", "no manifest", "forged"])
 def test_a_checkpoint_that_is_not_whole_in_the_mirror_is_passed_over(
     faulty, tmp_path, capfd, damage
 ):
@@ -162,12 +162,8 @@ def test_a_checkpoint_that_is_not_whole_in_the_mirror_is_passed_over(
         faulty.plan = staticmethod(
             lambda call, name: damage if call == "get" and "2/state/model" in name else ""
         )
-    elif damage == "gone":
-        files.rm(f"{newest}/trainer.json")
     elif damage == "no manifest":
         files.rm(f"{newest}/MANIFEST.json")
-    elif damage == "torn manifest":
-        files.pipe_file(f"{newest}/MANIFEST.json", files.cat_file(f"{newest}/MANIFEST.json")[:40])
     else:
         content = files.cat_file(f"{newest}/MANIFEST.json").replace(
             b"trainer.json", b"../../x.json"
@@ -207,11 +203,7 @@ def test_the_mirror_of_another_run_is_refused_and_nothing_of_it_gets_into_the_fo
         with refused("belongs to another run: seed is None there"):
             run.checkpoints.resume("auto")
         assert not [*(tmp_path / "new" / "checkpoints").glob("step-*")]
-
-
-def test_the_mirror_of_another_run_is_not_touched_by_one_with_newer_checkpoints(faulty, tmp_path):
-    train(tmp_path, 1)
-    there = {*faulty.store}
+    there = {*faulty.store}  # which a run with newer checkpoints does not touch
     for url in (f"{URL}2", URL):
         run = Run(tmp_path / "other", 2, mirror=url)
         run.checkpoints.fingerprint = {"seed": 1}
@@ -276,22 +268,17 @@ def test_a_run_that_ends_waits_for_the_mirror_but_not_for_ever(faulty, tmp_path,
         assert ("does not have the newest checkpoint" in said) == (wait == "late")
 
 
-def test_no_password_of_a_url_is_printed_or_kept(tmp_path, fork_main):
+def test_no_password_of_a_url_is_printed_or_kept(faulty, tmp_path, monkeypatch):
     for url, remedy in (
         ("s3://me:se cret/secret@bucket", "AWS_SECRET_ACCESS_KEY"),
         ("s3://$ME:$IT@bucket/run", "AWS_SECRET_ACCESS_KEY"),  # which s3fs does not read
-        ("filecache::s3://me:sec/secret@bucket/run", "AWS_SECRET_ACCESS_KEY"),
         ("gs://me:secret@bucket/run", "set the variables of this store"),
-        ("ftp://me:sec/secret@host/run", r"\$NAME"),
         ("simplecache::sftp://me:s@e@secret@host/run", r"\$NAME"),
         ("https://host/run?signature=secret", r"\$NAME"),
     ):
         with refused(rf"--mirror .*saved with the run.*{remedy}") as raised:
             Run(tmp_path, 2, mirror=url)
         assert not re.search("sec|me:|s@e|cret", str(raised.value).partition(": ")[0])
-
-
-def test_a_store_that_repeats_a_secret_without_its_url_does_not_print_it(faulty, monkeypatch):
     monkeypatch.setenv("IT", "sec/ret")
     stores.open_store("faulty://me:$IT@host/run")
 

@@ -6,13 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import accelerate.accelerator
-import accelerate.data_loader
-import pytest
-import torch
 from conftest import ROOT
-
-from trainkit.repairs import replaced
 
 
 def nodes() -> Iterator[tuple[Path, ast.AST]]:
@@ -85,41 +79,6 @@ def test_an_import_calls_nothing_and_changes_nothing():
             targets = getattr(node, "targets", [])
             changes = any(isinstance(each, ast.Attribute | ast.Subscript) for each in targets)
             assert not call and not changes, (path, node.lineno)
-
-
-@pytest.mark.parametrize(
-    "module, look, package",
-    [
-        (accelerate.accelerator, "model_has_dtensor", "torch.distributed.tensor"),
-        (accelerate.data_loader, "is_datasets_available", "datasets"),
-    ],
-)
-def test_prepare_imports_nothing_to_see_whether_it_is_there(module, look, package, monkeypatch):
-    asked = []
-    monkeypatch.setattr(module, look, lambda *args: asked.append(args) or True)
-    replaced.look_only_at_what_is_imported()
-    replaced.look_only_at_what_is_imported()  # of a second run in this process
-    monkeypatch.delitem(sys.modules, package, raising=False)
-    assert not getattr(module, look)("model")
-    assert package not in sys.modules
-    assert not asked
-    monkeypatch.setitem(sys.modules, package, torch)
-    assert getattr(module, look)("model")
-    assert asked == [("model",)]
-
-
-def test_no_module_lets_accelerate_unwrap_a_model():
-    """It would import torch's compiler, as `as_it_was` does not."""
-    for path, node in nodes():
-        if isinstance(node, ast.Attribute):
-            assert node.attr != "unwrap_model", (path, node.lineno)
-
-
-def test_a_module_that_comes_later_is_imported_when_it_is_asked_for_more():
-    later = replaced.Later("wave", WAVE_FORMAT_PCM="given")
-    sys.modules.pop("wave", None)
-    assert later.WAVE_FORMAT_PCM == "given" and "wave" not in sys.modules
-    assert later.Wave_read.__module__ == "wave"
 
 
 STEPS = """

@@ -9,10 +9,8 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import count, islice
+from itertools import count
 from types import SimpleNamespace
-
-from trainkit import Dropout
 
 import numpy as np
 import pytest
@@ -139,31 +137,6 @@ def test_a_count_is_that_of_its_mask_exactly_and_of_its_weights_up_to_rounding(
     assert len(batches) == (2 if wrong else 22)  # it is refused in the first step
 
 
-def test_a_dropout_layer_is_told_its_step_and_place_and_forgets_them_with_the_run(tmp_path):
-    layer, places = Dropout(0.5), []
-    train(
-        f"--run-dir {tmp_path}/run --accumulate 2",
-        first=lambda: nn.Sequential(nn.Linear(2, 4), layer),
-        body=lambda run, number: places.append(tuple(layer.key_and_first.tolist())),
-    )
-    # Per epoch 5 steps of 4 + 4 samples and one of 3; each step has a key of its own.
-    assert [first for _, first in places] == [*([0, 4] * 5), 0] * 2
-    keys = [key for key, first in places if first == 0]
-    assert len({*keys}) == 12
-    assert [key for key, first in places if first == 4] == keys[:5] + keys[6:11]
-    assert layer.key_and_first is None
-
-
-def test_the_first_weights_depend_on_the_seed(tmp_path):
-    weights = []
-    for seed in (1, 2):
-        train(
-            f"--run-dir {tmp_path} --seed {seed} --stop-after-steps 1",
-            body=lambda run, number: weights.append(run.models[0].weight.clone()),
-        )
-    assert not torch.equal(*weights)
-
-
 @pytest.mark.parametrize("number", [3, 6])
 def test_stop_ends_the_run_whole_and_a_resume_ends_too(tmp_path, number):
     flags = f"--run-dir {tmp_path} --epochs 5 --save-every 100"
@@ -233,8 +206,6 @@ LEFT = {
         r"\g<0>\n\1    run.save()\n\1break\n\1if 0:",
     ),
     "break before save": (r"^( +)run.save\(\)", r"\1break"),
-    "islice": (r"run.steps\(loaders\[0\]\)", "islice(run.steps(loaders[0]), 2)"),
-    "next epoch": (r"^( +)(run.save\(\))", r"\1\2\n\1for _ in run.steps(loaders[0]): pass"),
     "stop too late": (r"^( +)run.save\(\)", r"\g<0>\n\1run.stop()"),
     "state too late": (r"^( +)metrics = ", r"\1run.state['seen'] = 1\n\g<0>"),
 }
@@ -246,10 +217,12 @@ def test_a_loop_that_was_left_is_told_of_break_and_of_stop(tmp_path, place):
     if place == "state too late":
         edits.append(LEFT["break at the end"])
     with pytest.raises(RuntimeError, match=OF_A_LEFT_LOOP):
-        changed(*edits, islice=islice)(f"--save-every 1 --run-dir {tmp_path}")
+        changed(*edits)(f"--save-every 1 --run-dir {tmp_path}")
 
 
 def test_a_batch_that_continue_skips_or_whose_loss_was_reduced_is_told_so(tmp_path):
+    with pytest.raises(RuntimeError, match=r"optimizer.step.* is missing .* --accumulate N"):
+        changed((r"part.step\(\)", "pass"))("--run-dir", tmp_path)
     cut = r"^( +)losses\.append", r"\1continue\n\g<0>"
     with pytest.raises(RuntimeError, match=OF_A_LEFT_LOOP):
         changed(cut)(f"--run-dir {tmp_path}")
@@ -275,21 +248,6 @@ def test_whatever_ends_the_body_signals_and_folder_are_given_back(tmp_path, erro
     assert [*map(signal.getsignal, numbers)] == before
     train("--run-dir", tmp_path)  # the lock is free
     assert [*map(signal.getsignal, numbers)] == before
-
-
-def test_a_long_epoch_says_where_it_is_and_a_picture_that_cannot_be_drawn_is_a_sentence(
-    tmp_path, monkeypatch, capfd
-):
-    def fail(run_dir):
-        assert (run_dir / "model.safetensors").exists()
-        raise ModuleNotFoundError("No module named 'matplotlib'")
-
-    monkeypatch.setattr("trainkit.plots.curves.draw_curves", fail)
-    monkeypatch.setattr("trainkit.run.reporter.QUIET_SECONDS", -1.0)
-    train("--run-dir", tmp_path, "--pictures")
-    said = capfd.readouterr().out  # which is no terminal
-    assert "epoch 1: 16 of 43 samples, train_loss " in said
-    assert "the pictures were not drawn: ModuleNotFoundError: No module" in said
 
 
 def test_a_resume_adds_gradients_in_the_same_order_whatever_the_buckets_were(
@@ -356,26 +314,12 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path, capfd):
         train_with([0.5], "--keep-best score:min")
 
 
-def test_an_average_is_saved_beside_weights_that_are_channels_last(tmp_path, tiny_mnist, run_main):
-    flags = f"--dataset {tiny_mnist} --run-dir {tmp_path} --ema 0.9 --stop-after-steps 2"
-    run_main("train_mnist", flags)
-    average, raw = (load_file(tmp_path / f"{name}.safetensors") for name in ("model", "raw"))
-    assert average.keys() == raw.keys()
-    assert not any(torch.equal(average[name], raw[name]) for name in raw)
-
-
-def test_gradients_that_are_added_up_over_two_steps_are_told_of_accumulate(tmp_path):
-    with pytest.raises(RuntimeError, match=r"optimizer.step.* is missing .* --accumulate N"):
-        changed((r"part.step\(\)", "pass"))("--run-dir", tmp_path)
-
-
-def teach(place: str, teacher: nn.Module) -> Callable[..., list[float]]:
-    """`train` with a teacher; `pictures` is called like a flag that may change."""
-    edit = r'\{"pictures": "test"\}', "{'pictures': place}, fixed={'teacher': teacher}"
-    return changed(edit, place=place, teacher=teacher)
-
-
 def test_a_resume_of_something_else_is_refused_and_leaves_the_run_as_it_was(tmp_path):
+    def teach(place: str, teacher: nn.Module) -> Callable[..., list[float]]:
+        """A resume with a teacher; `pictures` is called like a flag that may change."""
+        edit = r'\{"pictures": "test"\}', "{'pictures': place}, fixed={'teacher': teacher}"
+        return changed(edit, place=place, teacher=teacher)
+
     flags = f"--run-dir {tmp_path}/run --resume auto "
     one, other = nn.Linear(1, 1), nn.Linear(1, 1)
     teach("here", one)(flags + "--save-every 4")
@@ -432,24 +376,12 @@ def test_each_optimizer_is_clipped_in_its_step_or_before_it_by_the_joint_norm(tm
     assert first[1]["grad_norm"] > first[0]["grad_norm"] > 0.01
 
 
-def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path):
-    class Mine(torch.optim.AdamW):
-        def step(self, closure=None):
-            super().step(closure)
-
-    changed((r"make_optimizer\(.*?\), args\)", "Mine(m.parameters())"), Mine=Mine)(
-        "--run-dir", tmp_path
-    )
-
-
 @pytest.mark.parametrize(
     "mine, theirs, sentence",
     [
         ({"eval_auc": 0.6100004}, {"eval_auc": 0.61}, None),
-        ({"eval_auc": math.nan}, {"eval_auc": math.nan}, None),
         # What a process says of its half of a set is near what another one says of the other half.
         ({"eval_auc": 0.612}, {"eval_auc": 0.61}, "0.612 on process 0 and 0.61 on process 1"),
-        ({"eval_mse": 1.2e-6}, {"eval_mse": 1.1e-6}, "on process 0 and 1.1e-06 on process 1"),
         ({"eval_auc": math.nan}, {"eval_auc": 0.61}, "nan on process 0 and 0.61 on process 1"),
         ({"eval_auc": 0.6}, {"eval_auc": None}, "got eval_auc: None: a metric must be a number"),
         ({"step": 1.0}, {"step": 1.0}, "number, and must not be called step"),
@@ -458,9 +390,6 @@ def test_an_optimizer_may_call_the_step_of_the_class_that_it_extends(tmp_path):
 def test_all_processes_refuse_metrics_that_differ_or_are_no_numbers(
     accelerator, monkeypatch, mine, theirs, sentence
 ):
-    monkeypatch.setattr(
-        "trainkit.launch.processes.gather_object", lambda of_this: [*of_this, theirs]
-    )
     monkeypatch.setattr(
         "trainkit.launch.processes.gather_object", lambda of_this: [*of_this, theirs]
     )
@@ -555,28 +484,19 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(fork_main
         assert not (tmp_path / "run-2").exists()
 
 
-@pytest.mark.parametrize("compiled", ["whole", "part"])
-def test_compiled_and_plain_models_have_one_name_for_a_weight(compiled, tmp_path):
-    def make(how: str) -> torch.nn.Module:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-        if how == "whole":
-            return torch.compile(model, backend="eager")
-        if how == "part":
-            model[0] = torch.compile(model[0], backend="eager")
-        return model
-
-    plain, other = make(""), make(compiled)
-    prefixed = {name: value.clone() for name, value in other.state_dict().items()}
-    assert any("_orig_mod." in name for name in prefixed)
+def test_compiled_and_plain_models_have_one_name_for_a_weight(tmp_path):
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     names = [*plain.state_dict()]
+    part = nn.Sequential(torch.compile(nn.Linear(3, 4), backend="eager"), nn.Linear(4, 2))
+    other = torch.compile(part, backend="eager")
+    prefixed = {name: value.clone() for name, value in other.state_dict().items()}
+    assert any(name.count("_orig_mod.") == 2 for name in prefixed)
     assert [*name_without_compiler(other).state_dict()] == names
     assert [name for name, _ in named_weights(other)] == names
-    for model in other, name_without_compiler(make("")):
-        for state in prefixed, plain.state_dict():
+    for model in other, name_without_compiler(plain):
+        for state in prefixed, dict(zip(names, prefixed.values(), strict=True)):
             model.load_state_dict({name: value + 1 for name, value in state.items()})
-            for name, value in model.state_dict().items():
-                assert torch.equal(value, plain.state_dict()[name] + 1)
-    path = tmp_path / "old.safetensors"
-    save_file(prefixed, path)
-    assert read_weights(path, plain)[0].keys() == {*names}
+            for value, saved in zip(model.state_dict().values(), prefixed.values(), strict=True):
+                assert torch.equal(value, saved + 1)
+    save_file(prefixed, tmp_path / "old.safetensors")
+    assert read_weights(tmp_path / "old.safetensors", plain)[0].keys() == {*names}

@@ -142,12 +142,3 @@ def test_names_do_not_steer_the_terminal(run_dir, tmp_path, capsys, monkeypatch)
     assert said.err == f"error: {tmp_path}/\\x1b[31m.png\n"
     assert not {"\x1b", "\x07", "\r", "\u202e"} & {*said.out, *said.err}
     assert names(tmp_path) == ["\x1b[31m.png", "run"]
-
-
-@pytest.mark.parametrize("row", ["[]", "not json", '{"step": "x", "train_loss": [1]}'])
-def test_a_log_that_lacks_something_or_is_missing_is_one_sentence(row, tmp_path):
-    for log in ("", f'{{"eval_loss": 1}}\n{row}\n'):
-        if log:
-            (tmp_path / "metrics.jsonl").write_text(log)
-        with refused(re.escape(str(tmp_path))):
-            plots.main([str(tmp_path)])
