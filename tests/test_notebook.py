@@ -9,7 +9,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from conftest import CONFIGS, NUM_TEST, ROOT, linux_only, rows
+from conftest import CONFIGS, NUM_TEST, ROOT, linux_only, rows, run, write_script
 
 # As cells of a notebook: in a process of their own, because the launcher forks it.
 CELLS = """
@@ -22,9 +22,10 @@ notebook_launcher(train_regression.main, (argv,), num_processes=2, mixed_precisi
 
 
 @linux_only  # elsewhere a fork after torch was imported is not safe, and a Mac trains on its GPU
-def test_notebook_launcher_runs_main_on_two_processes(tmp_path, in_fresh_process):
+def test_notebook_launcher_runs_main_on_two_processes(tmp_path):
     argv = f"--num-samples 100 --epochs 2 --no-pictures --run-dir {tmp_path / 'run'}".split()
-    in_fresh_process(CELLS, root=str(ROOT), argv=argv)
+    # Not forked from the nursery: the launcher refuses a process that has imported bitsandbytes.
+    run(write_script(tmp_path, CELLS, {"root": str(ROOT), "argv": argv}))
     made = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (made["num_processes"], made["mixed_precision"]) == (2, "bf16")
     assert (tmp_path / "run" / "DONE").exists()
