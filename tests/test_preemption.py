@@ -159,6 +159,7 @@ LAUNCHER = f"-m trainkit.tools.launch --config_file {CONFIGS}/1cpu_bf16.yaml"
 
 
 @linux_only
+@pytest.mark.slow
 def test_a_pod_with_one_process_saves_and_ends_with_75(started, tmp_path):
     """As in a container, the launcher is process 1, to which the kernel gives what it handles."""
     unshare = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]

@@ -49,7 +49,6 @@ SETTINGS = {
     "owner.base_model.forward",
     "output.cross_attentions",
     "head.may_have_parts",
-    "joined.attrs",  # what pandas keeps with a table
     "weight.data",  # see trainkit/checkpoints/sharded.py
     "wrap.subsequent_indent",
 }
