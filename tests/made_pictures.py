@@ -29,7 +29,6 @@ LABELS = {
     "ClassLabel": ([0, 1, 2], ClassLabel(names=NAMES)),
     "int": ([5, 6, 7], Value("int16")),
     "string": (NAMES, Value("string")),
-    "bool": ([False, True, False], Value("bool")),
 }
 
 

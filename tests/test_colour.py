@@ -229,12 +229,6 @@ def test_on_a_card_few_pictures_are_contiguous_in_memory_and_have_the_same_numbe
         assert result.is_contiguous(memory_format=layout) and torch.equal(result, results[0])
 
 
-def test_a_single_class_is_one_sentence(tmp_path):
-    fill(tmp_path, "a/0.png", "a/1.png")
-    with refused(r"of one class, a: .* --label$"):
-        photos.load_photos(parse(pictures.Config, ["--dataset", str(tmp_path), "--resize", "16"]))
-
-
 def test_pictures_that_say_nothing_and_what_is_in_two_classes_are_named(tmp_path):
     white = Image.new("RGB", (20, 20), "white")
     fill(tmp_path / "few", *FIVE, "c/0.png", "c/1.png", "c/2.png", "d/0.png")

@@ -1,7 +1,6 @@
 """Every layout of pictures that people bring is read as they meant it or refused in a sentence."""
 
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -71,7 +70,6 @@ def ending(name: str, **options: object) -> Callable:
 LAYOUTS = {
     "ClassLabel": (changed(), NAMES),
     "string labels": (changed(kind="string"), NAMES),
-    "bool labels": (changed(kind="bool"), ["False", "True", "False"]),
     "colour of many sizes": (changed(lambda p: p.crop(p.getbbox()).convert("RGB")), NAMES),
     "transparent": (changed(lambda p: Image.merge("LA", [Image.new("L", p.size), p])), NAMES),
     "folder of turned JPEG": (ending(".jpeg", exif=TURNED), NAMES),
@@ -266,8 +264,6 @@ def test_other_pixels_and_another_decoder_are_other_data(kind, tmp_path, monkeyp
 # How the values of digits, 0 to 255, are stored: the factor, the type, and what is read as white.
 DEPTHS = {
     "12 bits in 16": (16, np.uint16, 4095),
-    "16 bits": (257, np.uint16, 65535),
-    "12 bits in 32": (16, np.int32, 4095),
     "floats of 8 bits": (1, np.float32, 255),
 }
 
@@ -309,7 +305,6 @@ def test_the_range_of_deep_greys_is_that_of_the_whole_set_and_is_said(name, tmp_
     "factor, kind, said",
     [
         (-1, np.int32, r"mode I are -255 to 0, .* --grey-range -255 0$"),
-        (300, np.int32, "mode I are 0 to 76500"),
         (1 / 2550, np.float32, "mode F are 0 to 0.1"),
     ],
 )
@@ -422,16 +417,16 @@ def test_what_is_learned_of_pictures_is_theirs_alone():
 
 
 def test_a_folder_of_colour_pictures_without_a_test_split_works_at_the_first_try(
-    tmp_path, run_main, capsys
+    tmp_path, run_main, capsys, monkeypatch
 ):
+    monkeypatch.setattr(grey, "NUM_SEEN", 144 * 40)
     colour_folder(tmp_path / "data", 60)
     flags = ["--dataset", tmp_path / "data", "--run-dir", tmp_path / "run", "--save-every", 10**6]
     metrics = run_main("train_mnist", *flags)
     assert metrics["eval_accuracy"] >= 0.85 and metrics["eval_samples"] == 36
     plan = capsys.readouterr().out
-    assert len(re.findall("^[0-9]+/113 ", plan, re.M)) == 24  # every fifth, and two more
     assert "36 of 180 training pictures, to evaluate on" in plan
-    sizes = "--batch-size 32 --epochs 113 --no-drop-last --max-shift 3 --max-turn 20"
+    sizes = "--batch-size 32 --epochs 40 --no-drop-last --max-shift 3 --max-turn 20"
     assert f"of 144 pictures: {sizes}" in plan
     assert run_main("train_mnist", *flags, "--resume", "latest") == metrics
 

@@ -161,10 +161,9 @@ def decode(blocks: Blocks, path: Path) -> dict[str, Any]:
         if "DataLoader worker" not in str(problem):
             raise
         raise MemoryError("a worker was killed: is memory full?") from None
-    forms_by_number = dict(all_forms.most_common())
     return {
         "problems": all_problems,
-        "forms": forms_by_number,
+        "forms": dict(all_forms.most_common()),
         "hashes": all_hashes,
         "greys": all_greys,
     }
