@@ -6,6 +6,7 @@
 import io
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
 from trainkit.reading.encodings import read_text
 from trainkit.reading.paths import read_here_or_from_hub, refuse_pipe, select_read
-from trainkit.text import count, first_sentence, nfc, shorten
+from trainkit.text import count, nfc, shorten
 
 KINDS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".xlsx")
 # Text files may also be followed by one of these.
@@ -32,12 +33,9 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
     """Read all rows of a table file, of a folder of such files or of a Hub data set.
 
     Values stay as they are written: those of text files are texts, "" if missing. Raises
-    UsageError.
-
-    separator: None means the one that splits the first line most often. encoding: None means UTF-8;
-    encodings.read_text says when it is not the one that is read. Other options come from older
-    runs. attrs["encodings"] has a note for each file that is in another encoding than the given
-    one, and attrs["separator"] is that of the text files.
+    UsageError. separator: None means the one that splits the first line most often. encoding: see
+    encodings.read_text. attrs["encodings"] says which files are in another one, and
+    attrs["separator"] is that of the text files.
     """
     return _join_tables([*_read_all(name, where, **options).values()])
 
@@ -45,15 +43,11 @@ def read_table(name: str, where: str, **options: Any) -> pd.DataFrame:
 def read_parts(
     name: str, where: str, named: Sequence[str | None] = (), **options: Any
 ) -> dict[str, pd.DataFrame]:
-    """Return read_table of each split that the user made, as splits.find_splits names them.
+    """Return read_table of each split that the user made, or "train" with all rows.
 
-    There is only "train", with all rows, if none was made. Beside the attrs of read_table,
-    attrs["files"] of a table names its files, and attrs["part"] what it is called. attrs["unread"]
-    of "train" names what is in no split, and attrs["split"] is a sentence about a column that is
-    called so. One that says which rows are evaluated is left out, and rows keep the index that they
-    have in the whole table.
-
-    named: columns that the user names, which are what he says.
+    attrs["part"] of a table is what it is called, attrs["files"] names its files, attrs["unread"]
+    of "train" what is in no split, and attrs["split"] is a note about a column called split. One
+    that says which rows are evaluated is left out, unless it is in `named`: the user wants it.
     """
     parts = _read_all(name, where, **options)
     table = parts["train"]
@@ -73,10 +67,7 @@ def read_parts(
 def _read_all(name: str, where: str, **options: Any) -> dict[str, pd.DataFrame]:
     """Return the tables of read_parts by their files and parts alone, with all columns."""
     path = Path(name)
-    try:
-        is_here = path.exists()
-    except (OSError, ValueError) as problem:  # a name may be too long for a path
-        raise UsageError(f"{where:.80} cannot be read: {first_sentence(problem):.80}") from None
+    is_here = os.path.exists(name)  # noqa: PTH110, which raises OSError for a name that is too long
     if not is_here or splits.is_saved(path):
         with read_here_or_from_hub(name, where):
             parts = splits.load_parts(name)
@@ -113,10 +104,7 @@ def choose_evaluated_table(
 ) -> tuple[pd.DataFrame | None, dict[str, str]]:
     """Return the table to evaluate on, None if a share of the training rows is, and plan lines.
 
-    It is that of --eval-data, or else a split of read_parts. attrs["where"] of the table names it.
-    Raises UsageError.
-
-    noun: what a row is called. The other options are those of read_parts.
+    It is that of --eval-data, or else a split of read_parts. attrs["where"] of it is its name.
     """
     names = {split: table.attrs["part"] for split, table in parts.items() if len(parts) > 1}
     if parts["train"].attrs.get("unread"):
@@ -240,10 +228,7 @@ def _name_columns(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.DataFrame:
-    """Return these columns, without spaces round texts, in NFC, and NaN in empty cells.
-
-    Raises UsageError if a column is missing or holds nested values.
-    """
+    """Return these columns, without spaces round texts, in NFC, and NaN in empty cells."""
     for name in names:
         if name not in table.columns:
             raise UsageError(
@@ -257,9 +242,7 @@ def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.
             )
     chosen = table[[*dict.fromkeys(names)]].copy()
     for name in chosen:  # "Oslo " is Oslo, and " NA" is missing
-        if pd.api.types.is_string_dtype(chosen[name].dtype) and chosen[name].dtype != object:
-            chosen[name] = chosen[name].str.strip().str.normalize("NFC")
-        elif chosen[name].dtype == object:
+        if pd.api.types.is_string_dtype(chosen[name].dtype):  # object too
             cells = [nfc(cell.strip()) if isinstance(cell, str) else cell for cell in chosen[name]]
             chosen[name] = pd.Series(cells, chosen.index, dtype=object)
     return chosen.mask(chosen.isin([""]))

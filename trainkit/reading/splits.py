@@ -29,8 +29,8 @@ FORMS = (r"({})([-_.]?\d+[-_]of[-_]\d+)?(\.\w+)*", r"(.*[\W\d_])?({})([\W\d_].*)
 def find_split(name: str, whole: bool = False) -> str:
     """Return the split that a relative path or the name of a part is called, or "".
 
-    A part of the path that is such a word counts before one that contains it: dev-set/train.csv is
-    to train on. whole: nothing else counts.
+    A part of the path that is such a word counts before one that contains it (dev-set/train.csv is
+    to train on), and with whole nothing else.
     """
     for form in FORMS[:1] if whole else FORMS:
         for part in PurePath(name).parts:
@@ -87,11 +87,7 @@ def choose_evaluated(
 
 
 def describe_given(evaluated: str, unread: Sequence[str], note: str = "") -> dict[str, str]:
-    """Return the lines of the plan that say what is evaluated; "" is a share of what is trained on.
-
-    There is no such line if nothing was chosen. unread: what choose_evaluated returns. note: that
-    of ColumnSplit.
-    """
+    """Return the lines of the plan that say what is evaluated; "" is a share of the others."""
     lines = {"split": note} if note else {}
     if not evaluated and not unread:
         return lines
@@ -100,20 +96,12 @@ def describe_given(evaluated: str, unread: Sequence[str], note: str = "") -> dic
 
 
 class ColumnSplit(NamedTuple):
-    """Which split each row is in, as a column of its table says.
+    """Which split each row is in, as a column of its table says."""
 
-    Attributes:
-        rows: the positions of the rows of each split that find_splits names; {} if no column says
-            so.
-        names: what messages call each of them.
-        columns: those that say so, which are nothing to learn from.
-        note: a sentence for the plan about a column that is called so and does not say it, or "".
-    """
-
-    rows: dict[str, list[int]]
-    names: dict[str, str]
-    columns: list[str]
-    note: str
+    rows: dict[str, list[int]]  # of each split that find_splits names; {} if no column says so
+    names: dict[str, str]  # what messages call each of them
+    columns: list[str]  # those that say so, which are nothing to learn from
+    note: str  # about a column that is called so and does not say it, or ""
 
 
 def may_say_split(name: Any) -> bool:
@@ -124,8 +112,7 @@ def may_say_split(name: Any) -> bool:
 def read_split_columns(columns: Mapping[str, Iterable[Any]]) -> ColumnSplit:
     """Return which split each row of a table is in, by the column that may_say_split names.
 
-    It says so if some of its values are names of splits, to train on and to evaluate on, in any
-    case; rows with another value are in none.
+    Some of its values must be names of splits, to train on and to evaluate on; others are in none.
     """
     note = ""
     for name, cells in columns.items():
@@ -148,10 +135,7 @@ def read_split_columns(columns: Mapping[str, Iterable[Any]]) -> ColumnSplit:
 
 
 def load_parts(name: str) -> dict[str, tuple[str, Any]]:
-    """Return the splits of a data set of the Hub, or that save_to_disk wrote, as find_splits does.
-
-    Each has the names of its parts and its rows, those of `datasets`.
-    """
+    """Return the names and rows of each split of a data set that is saved or on the Hub."""
     import datasets
 
     loaded = datasets.load_from_disk(name) if is_saved(Path(name)) else datasets.load_dataset(name)
@@ -195,13 +179,11 @@ def hold_out(
 def keep_equal_on_one_side(
     train: torch.Tensor, evaluated: torch.Tensor, hashes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both sides with equal rows on the side of the first; those that moved are last.
+    """Return both sides with equal rows, by their hashes, on the side of the first of them.
 
     If a row has more copies than there are rows to evaluate on, all of them are trained on, unless
-    nothing would be left: then the copies of the row with the fewest are evaluated. Nothing is
-    changed if no rows are equal.
-
-    hashes: of all rows, int64, equal for rows that are equal.
+    nothing would be left: then the copies of the row with the fewest are evaluated. Rows that moved
+    are last.
     """
     _, group, sizes = hashes.unique(return_inverse=True, return_counts=True)
     held_out = torch.zeros(len(hashes), dtype=torch.bool)
