@@ -81,7 +81,7 @@ REFUSED = [
     ("OMPI_COMM_WORLD_SIZE=2", 0, "one of 1: start the script with .* or, .* unset OMPI_COMM_WOR"),
     ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2", 0, "_TASKS=2.* docs/slurm/train.sbatch"),
     ("WORLD_SIZE=2 MASTER_ADDR=127.0.0.1", 0, "RANK is not set.* notebook_launcher"),  # debug_laun.
-    (f"MASTER_ADDR=127.0.0.1 {ON_CPU}no", 0, "use MULTI_GPU as in accelerate_configs/2cpu.yaml"),
+    (f"MASTER_ADDR=127.0.0.1 {ON_CPU}no", 0, "with MULTI_GPU as in accelerate_configs/2cpu.yaml"),
     ("ACCELERATE_USE_FSDP=perhaps", 0, "FSDP=perhaps: use true or false"),
     ("ACCELERATE_USE_DEEPSPEED=true", 0, "DEEPSPEED=true: .*distributed_type: MULTI_GPU"),
     (f"{FOUR} {MESH}_REPLICATE_SIZE=2", 0, "size 2 x dp_shard_size 2 .*: use .*_type: FSDP"),

@@ -49,8 +49,7 @@ FAILURES = {
     "for a call that not all processes make alike, as under `if accelerator.is_main_process:`",
 }
 
-# Messages of torch about what a script does, which name neither the thing nor the way out. They are
-# equal on all processes.
+# Messages of torch, equal on all processes, that name neither the thing nor the way out.
 ADVICE = {
     "got mixed torch.Tensor and DTensor": "sharded weights, of which each process has a part, were "
     "combined with a tensor that is whole: use `weight.full_tensor() if "

@@ -55,8 +55,7 @@ def shorten(names: Sequence[str], most: int = 3) -> str:
 def write_number(value: float, digits: int, separator: str = ",") -> str:
     """Write a number as people do: 6,712 and 0.0123, not 6.7e+03 and 1.23e-02.
 
-    Of the digits that count at least so many are written, zeros at the end left out, and never less
-    than the whole part. Beyond 10^15 and below 10^-9 it is written with an exponent.
+    Zeros at the end are left out. Beyond 10^15 and below 10^-9 it is written with an exponent.
     """
     size = abs(value)
     if not 1e-9 <= size < 1e15:  # or NaN

@@ -32,7 +32,7 @@ COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\s'"\\#])[^\s'"\\]*
 # A path that was made from a URL, with one slash less; a letter alone is a drive of Windows.
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+")
 
-# The flags that people use, which --help shows before all others.
+# The flags that --help shows before all others.
 USED_MOST = "dataset data target model epochs batch_size learning_rate run_dir resume"
 
 NOT_SHOWN = tyro.conf.arg(help_behavior_hint="")  # hides the default in --help
@@ -77,8 +77,7 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
 def find_empty(words: Sequence[str], config: Any) -> list[str]:
     """A phrase for each value that is empty, as --data "$DATA" is if DATA is not set.
 
-    Such a path would be the working directory, and such a text no value at all. A list may be
-    empty.
+    Such a path would be the working directory. A list may be empty.
     """
     lists = {flag(name) for name, value in vars(config).items() if isinstance(value, list)}
     pairs = pairwise(["a word of the command line", *words])
@@ -143,10 +142,7 @@ def _without_unset(field: StructFieldSpec) -> StructFieldSpec:
 
 
 def _first_sentence(box: str) -> str:
-    """Return tyro's message, without title, frame and colours, up to its first horizontal rule.
-
-    The flags that it suggests below that rule are added.
-    """
+    """Return tyro's message without title, frame and colours, and the flags that it suggests."""
     rows = re.sub(r"\x1b\[[\d;]*m|[|\u2502]", "", box).partition("\n")[2].lstrip("- \n")
     text, below, *_ = re.split("\n[-\u2500 ]*\n", rows)
     meant = re.findall(r"^ +(--[\w-]+)", below, re.M) if "erhaps you meant" in below else ()

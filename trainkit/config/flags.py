@@ -99,8 +99,7 @@ class TrainingConfig:
     """The shared flags; a script changes a default by declaring the field again.
 
     A field must have the same value on all nodes and when a run is resumed. A MayChange field may
-    change when it is resumed. If a script adds it, such as where the data are, whose content is
-    compared instead, it may differ between the nodes too.
+    change then. If a script adds it, such as where the data are, the nodes may differ in it too.
     """
 
     epochs: Count = 10
@@ -219,10 +218,7 @@ class TrainingConfig:
 
     @property
     def metric_target(self) -> tuple[str, str, float] | None:
-        """The metric of --target, "min" or "max", and the value to reach; None if there is none.
-
-        Raises ValueError if it is not METRIC:VALUE, or if the name does not tell the direction.
-        """
+        """The metric of --target, "min" or "max", and its value; else None, or a ValueError."""
         if self._has_own_target or self.target is None:
             return None
         metric, _, value = self.target.rpartition(":")
@@ -329,10 +325,7 @@ class TrainingConfig:
         return f"{flag(name)} {','.join(words)}"
 
     def validate(self, num_processes: int, is_loaded: bool = False) -> None:
-        """Raise one UsageError that names everything that is wrong with the values.
-
-        is_loaded: load_data has been called, so that values may be there that were not given.
-        """
+        """Raise one UsageError that names all that is wrong, before load_data or after it."""
         problems = self.find_problems(num_processes)
         if not is_loaded:
             problems += self.find_unread()

@@ -1,7 +1,4 @@
-"""Check that the launch asked for can be carried out.
-
-Launchers configure a process through environment variables. Accelerate silently ignores some.
-"""
+"""Check that the launch asked for can be carried out: Accelerate ignores some variables."""
 
 import contextlib
 import os
@@ -19,12 +16,7 @@ from trainkit.text import count
 # Where mpirun and srun put the number of processes they started. Accelerate does not read these.
 NUM_TASKS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 TRUE, FALSE = "(?i:y|yes|t|true|on|1)", "(?i:n|no|f|false|off|0|)"
-SWITCH = f"{TRUE}|{FALSE}", "use true or false"
-NO_SHARDS = (
-    FALSE,
-    "these scripts do not support it: use distributed_type: MULTI_GPU, or FSDP to shard the model, "
-    "as in accelerate_configs/",
-)
+NO_SHARDS = FALSE, "use distributed_type: MULTI_GPU or FSDP, as in accelerate_configs/"
 NO_SPLIT = (
     "1",
     "these scripts split no layer and no sequence over processes: use distributed_type: FSDP, "
@@ -35,15 +27,13 @@ SIZES = [f"PARALLELISM_CONFIG_DP_{axis}_SIZE" for axis in ("REPLICATE", "SHARD")
 # remedy for all others.
 VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": ("no|fp16|bf16", "use bf16, fp16 or no"),
-    "ACCELERATE_USE_FSDP": SWITCH,
+    "ACCELERATE_USE_FSDP": (f"{TRUE}|{FALSE}", "use true or false"),
     "ACCELERATE_USE_DEEPSPEED": NO_SHARDS,
     "ACCELERATE_USE_MEGATRON_LM": NO_SHARDS,
     **dict.fromkeys([f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP")], NO_SPLIT),
     "ACCELERATE_TORCH_DEVICE": ("", "choose the GPUs with gpu_ids in the YAML"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
-        "(?!)",  # matches no value
-        "it would override --accumulate: use that flag",
-    ),
+    # (?!) matches no value.
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("(?!)", "use --accumulate, which it overrides"),
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
 }
 # Flags that accelerate launch passes on only with what NO_SHARDS refuses, or on a TPU.
@@ -53,9 +43,9 @@ IGNORED_FLAGS = re.compile(
 
 
 def check_launch() -> str:
-    """Refuse a launch that cannot be carried out as asked. Call before Accelerator(...).
+    """Refuse a launch that cannot be carried out; return its mixed precision.
 
-    Returns the mixed precision that the launch asks for. Raises UsageError on every process alike.
+    Call before Accelerator(...).
     """
     precision = check_variables()
     check_ranks()
@@ -91,18 +81,14 @@ def check_ranks() -> None:
                 f"docs/slurm/train.sbatch), or, if these are separate runs, unset {name}"
             )
     # accelerate's one-process launcher exports MASTER_ADDR only if num_processes > 1.
-    if "WORLD_SIZE" not in env and "MASTER_ADDR" in env:
-        raise UsageError(
-            f"MASTER_ADDR={env['MASTER_ADDR']} is set, but only this process was started: for "
-            "several use MULTI_GPU as in accelerate_configs/2cpu.yaml (distributed_type NO and "
-            "MULTI_CPU start one); for one process unset MASTER_ADDR"
-        )
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in env]
-    if missing and (num_processes > 1 or env.keys() & {"RANK", "LOCAL_RANK"}):
+    is_alone = "MASTER_ADDR" in env and "WORLD_SIZE" not in env
+    if missing and (is_alone or num_processes > 1 or env.keys() & {"RANK", "LOCAL_RANK"}):
         raise UsageError(
-            f"RANK, LOCAL_RANK or WORLD_SIZE makes this process one of several, but {missing[0]} "
-            "is not set, so no launcher started it: start it with accelerate launch, torchrun or "
-            "notebook_launcher, or unset them"
+            f"{missing[0]} is not set, so only this process was started, which MASTER_ADDR, RANK, "
+            "LOCAL_RANK or WORLD_SIZE makes one of several: start them with torchrun, "
+            "notebook_launcher or accelerate launch, with MULTI_GPU as in accelerate_configs/"
+            "2cpu.yaml (distributed_type NO and MULTI_CPU start one), or unset these variables"
         )
 
 

@@ -1,7 +1,7 @@
 """Check that this is the world that the YAML asks for, and that all its nodes are alike.
 
-Machines are installed and started one by one, so they can differ. A run on machines that differ
-hangs, or silently trains wrong. A "node" is the group of all processes that one launcher started.
+A run on machines that differ hangs, or silently trains wrong. A "node" is the group of all
+processes that one launcher started.
 """
 
 import importlib.metadata

@@ -43,7 +43,6 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> "Lock | None":
             no_steps = not _holds(real, "checkpoints/step-*")
             if config.resume == "latest" and no_steps and not config.mirror:
                 raise UsageError(f"--resume latest: there is no checkpoint in {run_dir}")
-            # Nothing was created until here.
             held = Lock(run_dir, LOCK_WAIT_SECONDS if config.resume is not None else 0.0)
             over = config.resume == "auto" and no_steps and _holds(real, *END_OF_A_RUN)
             if over or (config.resume is None and _holds(real, *END_OF_A_RUN, *RUN)):

@@ -41,8 +41,8 @@ class Signals:
     def requested(self, failed: bool = False) -> bool:
         """True on all processes or on none. Every process must call this after every step.
 
-        `failed` says that this process has lost a checkpoint, which stops the run like a signal.
-        With one process the result is current; with several it is from the previous call.
+        `failed`: this process has lost a checkpoint. With several processes the result is that of
+        the previous call.
         """
         self.stepping = True
         if self.group is None:
@@ -100,10 +100,7 @@ class Signals:
 
 
 def outlive_signals(worker: int) -> None:
-    """Keep a loader worker alive during a stop (Ctrl-C, Slurm, pkill -f), for the last steps.
-
-    Nor does it end because it cannot print, which matters if it was spawned and not forked.
-    """
+    """Keep a loader worker alive during a stop (Ctrl-C, Slurm, pkill -f), for the last steps."""
     keep_printing()
     for number in {*SIGNALS} - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)

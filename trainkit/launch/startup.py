@@ -172,8 +172,7 @@ def compute_float32_in_full() -> None:
 def same_bits() -> Iterator[None]:
     """In the body torch uses only algorithms that give the same bits each time; a GPU has others.
 
-    Where there is none, torch raises an error that names the operation. cuBLAS reads the variable
-    when it first multiplies.
+    Where there is none, torch raises an error that names the operation.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     were_on = torch.are_deterministic_algorithms_enabled()
@@ -198,8 +197,7 @@ def attend_without_cudnn() -> None:
 def end_with_launcher() -> None:
     """Send this process SIGTERM when its launcher dies, so that the run saves and ends.
 
-    It does so only on Linux and under a launcher, because `nohup python train_mnist.py &` must
-    outlive its shell.
+    Only under a launcher, because `nohup python train_mnist.py &` must outlive its shell.
     """
     if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or by_accelerate()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -115,10 +115,7 @@ def mesh_groups(accelerator: Accelerator) -> dict[str, torch.distributed.Process
 
 
 def named_weights(model: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """model.named_parameters(...) with the names of state_dict(), also after recompute_layers.
-
-    These are also those of a model that torch.compile wraps: see name_without_compiler.
-    """
+    """model.named_parameters(...) with the names of state_dict(), also after recompute_layers."""
     for name, weight in model.named_parameters(**options):
         yield plain_name(name.replace("_checkpoint_wrapped_module.", "")), weight
 

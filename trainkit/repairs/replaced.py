@@ -42,9 +42,6 @@ from trainkit.repairs.private_names import (
     without_compiler,
 )
 
-# What DistributedDataParallel asks the compiler when it is made: this is torch's default.
-ANSWERS = {"get_optimize_ddp_mode": lambda: "ddp_optimizer"}
-
 
 def end_workers(accelerator: Accelerator) -> None:
     """End the loader workers; otherwise a notebook waits 5 s for each at garbage collection.
@@ -121,8 +118,7 @@ def shard_models(
 def copy_shards(accelerator: Accelerator, num_copies: int) -> None:
     """Make accelerator.prepare(...) keep this number of copies of each model, each sharded.
 
-    Accelerate by itself does so on GPUs alone, and torch would let the processes of a copy wait
-    for each other for half an hour, whatever the timeout of the run is.
+    Accelerate does so on GPUs alone, and torch would wait for half an hour, whatever --timeout is.
     """
     num_shards = accelerator.num_processes // num_copies
     config = ParallelismConfig(dp_replicate_size=num_copies, dp_shard_size=num_shards)
@@ -137,8 +133,8 @@ def copy_shards(accelerator: Accelerator, num_copies: int) -> None:
 def end_with_this_batch(loader: DataLoader, is_last: bool) -> None:
     """Let accelerator.accumulate end the step with the batch that comes next, or not.
 
-    By itself it ends a step after --accumulate micro-batches, and with the last batch that was read
-    from the loader, which would be the first of those that run.steps(..., count=) reads ahead.
+    By itself it also ends one with the last batch that was read from the loader, which would be the
+    first of those that run.steps(..., count=) reads ahead.
     """
     loader.end_of_dataloader = is_last
 
@@ -262,8 +258,8 @@ def reader_of(folder: Path, is_read: Callable[[str], bool]) -> Any:
 def name_without_compiler(model: nn.Module) -> nn.Module:
     """Let weights have one name, whether torch.compile(...) wraps the model, layers, or nothing.
 
-    torch writes _orig_mod. into their names in state_dict(), so that a file of the one did not fit
-    the other. load_state_dict() accepts both names from here on. Returns the model.
+    torch writes _orig_mod. into their names, so that a file of the one did not fit the other.
+    load_state_dict() accepts both names from here on. Returns the model.
     """
 
     def rename(state: dict[str, Any], prefix: str, wrapped: str) -> None:
@@ -310,7 +306,9 @@ def skip_the_compiler() -> None:
     if hasattr(nn.parallel.DistributedDataParallel, "_inside_ddp_forward"):
         forward = inspect.unwrap(nn.parallel.DistributedDataParallel._inside_ddp_forward)
         forward.__dynamo_disable = forward
-    torch._dynamo = Later("torch._dynamo", utils=Later("torch._dynamo.utils", **ANSWERS))
+    # DistributedDataParallel asks for it when it is made: this is torch's default.
+    utils = Later("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    torch._dynamo = Later("torch._dynamo", utils=utils)
 
 
 class Later:
