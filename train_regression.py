@@ -61,7 +61,7 @@ class Config(TrainingConfig):
     loss: Literal["mse", "mae", "huber"] = "mse"
     """huber: squared below 1, absolute above"""
 
-    MOVED = TABLE_FLAGS  # to examples/table.py
+    MOVED = TrainingConfig.MOVED | TABLE_FLAGS  # to examples/table.py
 
     epochs: int = 30
     batch_size: int = 32

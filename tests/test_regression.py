@@ -54,7 +54,9 @@ def test_a_network_learns_what_a_line_cannot_and_both_are_measured_in_the_unit_o
     assert r2.mean() < 0.2 < 0.8 < metrics["eval_r2"] < 1
 
 
-def test_flags_of_a_table_name_the_script_for_tables():
+def test_flags_that_have_moved_name_what_is_given_instead():
     for words in (["--data", "x.csv", "--target", "y"], ["--features=a,b"]):
         with refused(r"python examples/table.py --data FILE --target COLUMN"):
             train_regression.main(words)
+    with refused(r"^--target-r2: give --target eval_r2:VALUE"):
+        train_regression.main(["--target-r2=0.9"])

@@ -49,7 +49,7 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     docstring = sys.modules[kind.__module__].__doc__ or ""  # there is none under python -OO
     words = list(_read_files(sys.argv[1:] if argv is None else argv))
     script = Path(sys.argv[0]).name
-    moved = getattr(kind, "MOVED", {})  # flags that it had, and what to do
+    moved = getattr(kind, "MOVED", {})
     for name in (word.partition("=")[0] for word in words):
         if name in moved and not hasattr(kind, name[2:].replace("-", "_")):
             raise UsageError(f"{name}: {moved[name]}")

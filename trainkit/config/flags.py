@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from trainkit.config.command_line import flag
 from trainkit.errors import UsageError
@@ -101,6 +101,11 @@ class TrainingConfig:
     A field must have the same value on all nodes and when a run is resumed. A MayChange field may
     change then. If a script adds it, such as where the data are, the nodes may differ in it too.
     """
+
+    MOVED: ClassVar[dict[str, str]] = {  # flags that scripts had, and what is given instead
+        "--target-accuracy": "give --target eval_accuracy:VALUE",
+        "--target-r2": "give --target eval_r2:VALUE",
+    }
 
     epochs: Count = 10
     """passes over the training data"""
