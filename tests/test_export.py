@@ -70,6 +70,11 @@ def test_the_program_answers_without_torch_and_this_repository(run_dir, in_fresh
     in_fresh_process(STRANGER, folder=folder, inputs=inputs.tolist(), answer=answer)
 
 
+def test_the_example_is_a_picture_that_predict_reads(run_dir):
+    answer = predict.load_run(run_dir).predict_file(run_dir / "export" / "example.png")
+    assert answer.startswith(f"{run_dir}/export/example.png: ")
+
+
 def test_timm_gets_what_it_needs_of_a_photo_network(photo_dir):
     for name in ("config.json", "model.safetensors"):
         exported = (photo_dir / "export" / name).read_bytes()

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.plots import figures
 from trainkit.store.jsons import to_json
 from trainkit.store.records import last_evaluation, read_run_json
 
@@ -52,6 +54,9 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     for path in (weights, weights.with_name("config.json"), *pictures):
         if path.exists():
             shutil.copyfile(path, folder / path.name)
+    # One to try the model with; of photos the last one has the smallest loss.
+    for pixels in [*figures.saved_pictures(predictor.evaluated).values()][-1:]:
+        Image.fromarray(figures.to_array(pixels)).save(folder / "example.png")
     card.save(folder / "README.md")
     return folder
 
