@@ -8,8 +8,7 @@ Begin with load_chats in conversations.py. Scripts import from here; each name i
 first use. Nothing here touches a step, a file of the run or another wing.
 """
 
-from importlib import import_module
-from typing import Any
+from trainkit.fronts import hand_out
 
 NAMES = {
     "LanguageConfig": "pretrained",
@@ -29,8 +28,4 @@ NAMES = {
     "write_pretrained": "pretrained",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in NAMES:
-        raise AttributeError(f"trainkit.language has no {name!r}")
-    return getattr(import_module(f"trainkit.language.{NAMES[name]}"), name)
+__getattr__ = hand_out(__name__, NAMES)

@@ -8,8 +8,7 @@ photos.py those in colour for the networks of backbones.py. This room may import
 and no other wing.
 """
 
-from importlib import import_module
-from typing import Any
+from trainkit.fronts import hand_out
 
 NAMES = {
     "GreyConfig": "flags",
@@ -35,8 +34,4 @@ NAMES = {
     "draw_input": "drawn",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in NAMES:
-        raise AttributeError(f"trainkit.pictures has no {name!r}")
-    return getattr(import_module(f"trainkit.pictures.{NAMES[name]}"), name)
+__getattr__ = hand_out(__name__, NAMES)

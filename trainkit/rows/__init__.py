@@ -5,8 +5,7 @@ are drawn, and Cache what is kept on the disk. It uses the places and the orders
 other wing. Scripts import the names below from here.
 """
 
-from importlib import import_module
-from typing import Any
+from trainkit.fronts import hand_out
 
 # The module of each name. Imported late, because pyarrow and fsspec take time.
 NAMES = {
@@ -19,8 +18,4 @@ NAMES = {
     "read_split_columns": "reading.splits",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in NAMES:
-        raise AttributeError(f"trainkit.rows has no {name!r}")
-    return getattr(import_module(f"trainkit.{NAMES[name]}"), name)
+__getattr__ = hand_out(__name__, NAMES, "trainkit")

@@ -6,8 +6,7 @@ reading/ and the flags and sets of the core, and no other wing. Scripts import t
 here.
 """
 
-from importlib import import_module
-from typing import Any
+from trainkit.fronts import hand_out
 
 # The file of each name. Imported late, because predict.py does not train, and pandas takes time.
 NAMES = {
@@ -30,8 +29,4 @@ NAMES = {
     "make_table_sets": "sets",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in NAMES:
-        raise AttributeError(f"trainkit.tables has no {name!r}")
-    return getattr(import_module(f"trainkit.tables.{NAMES[name]}"), name)
+__getattr__ = hand_out(__name__, NAMES)

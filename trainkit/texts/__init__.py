@@ -5,8 +5,7 @@ two kinds of models. It uses reading/ and the flags and sets of the core, and no
 import the names below from here.
 """
 
-from importlib import import_module
-from typing import Any
+from trainkit.fronts import hand_out
 
 # The file of each name. Imported late, because pandas and transformers take time.
 NAMES = {
@@ -25,8 +24,4 @@ NAMES = {
     "read_sets": "texts",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in NAMES:
-        raise AttributeError(f"trainkit.texts has no {name!r}")
-    return getattr(import_module(f"trainkit.texts.{NAMES[name]}"), name)
+__getattr__ = hand_out(__name__, NAMES)
