@@ -91,11 +91,12 @@ def before_save(
     This is a hook of accelerator.save_state, which would leave out one of two tied names and warn
     of it each time.
     """
-    tensors = {name: separate(part) for name, part in parts().items() if isinstance(part, dict)}
+    held = parts()
+    tensors = {name: separate(part) for name, part in held.items() if isinstance(part, dict)}
     weights[:] = [tensors.pop(numbered("model.safetensors", n)) for n in range(len(models))]
     for name, part in tensors.items() if is_main else ():
         save_file(part, Path(folder, name))
-    if registered := parts().get("registered.bin"):
+    if registered := held.get("registered.bin"):
         state = registered.state_dict()  # on every process: it may be a sum of theirs
         if is_main:
             torch.save(state, Path(folder, "registered.bin"))

@@ -244,7 +244,8 @@ class Step:
             self.signals.barrier()  # GradScaler reads the gradients of this step
         self.loop.end_window()
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
-        number = min(map([o.optimizer for o in self.optimizers].index, optimizers))
+        order = [prepared.optimizer for prepared in self.optimizers]
+        number = min(order.index(optimizer) for optimizer in optimizers)
         self.norms[f"grad_norm_{number}" if number else "grad_norm"] = norm.detach()
         self.clipped |= {*optimizers}
         self.guard.check(norm, self.losses, self.number, self.rates["learning_rate"])
