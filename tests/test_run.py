@@ -401,7 +401,7 @@ def test_a_run_that_misses_its_target_is_whole_and_ends_with_3(tmp_path, capfd, 
     assert (tmp_path / "DONE").exists() and "next: what to do then" in said
 
 
-def test_a_script_that_no_rehearsal_has_passed_says_so_until_one_has(tmp_path, monkeypatch):
+def test_a_script_that_no_rehearsal_has_passed_says_so_until_one_has(tmp_path, monkeypatch, capfd):
     mine = tmp_path / "mine.py"
     mine.write_text("x = 1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -411,6 +411,9 @@ def test_a_script_that_no_rehearsal_has_passed_says_so_until_one_has(tmp_path, m
     assert not describe_rehearsal(ROOT / "examples/gan.py")
     line = {"not rehearsed": f"python -m trainkit.tools.rehearse {mine}"}
     assert describe_rehearsal(mine) == line
+    monkeypatch.setattr(sys, "argv", [str(mine)])
+    changed()(f"--epochs 1 --run-dir {tmp_path}/run")
+    assert f"  {line['not rehearsed']}\n" in capfd.readouterr().out  # in the plan
     mark = mark_of_rehearsal(mine)
     mark.parent.mkdir(parents=True)
     mark.touch()
