@@ -83,7 +83,7 @@ class Registered:
         load_whole(self, states)
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """By what messages call each thing the entries of its state, by their places.
+        """The entries of the state of each thing by their places, under its name in messages.
 
         The rows of sharded tensors, which differ between processes, are left out.
         """
@@ -221,7 +221,7 @@ def hash_of(entries: Mapping[str, Any]) -> str:
 
 
 def what_differs(name: str, everybody: Sequence[Mapping[str, str]]) -> str:
-    """Say which entry of a thing differs between processes, of which these are the entries."""
+    """Say which entries differ between processes; everybody has the texts of each process."""
     entries = dict.fromkeys(entry for theirs in everybody for entry in theirs if entry)
     differing = [e for e in entries if len({theirs.get(e) for theirs in everybody}) > 1]
     place = f" in {shorten(differing)}" if differing else ""
