@@ -112,7 +112,7 @@ def find_split_columns(rows: ParquetRows) -> list[str]:
             known = footer.row_group(group).column(column).statistics
             if known and known.has_min_max:
                 ends.setdefault(paths[column], []).extend((known.min, known.max))
-    return [name for name in ends if read_split_columns({name: ends[name]}).columns]
+    return read_split_columns(ends)
 
 
 def read_tokens(

@@ -414,77 +414,18 @@ def test_a_list_in_another_form_of_unicode_names_the_pictures_of_a_folder(tmp_pa
 SIDES = ["train"] * 12 + ["test"] * 5 + ["train"] * 3
 
 
-def told(cells, name="split"):
-    """Which rows a column of this name tells apart: to train on, of the test, in none."""
-    found = splits.read_split_columns({name: cells} if splits.may_say_split(name) else {})
-    return [found.rows.get(split, []) for split in ("train", "test", "")] if found.rows else None
-
-
-@pytest.mark.parametrize(
-    ("name", "cells"),
-    [
-        ("split", SIDES),
-        (" Split", [{"train": "Training ", "test": "EVAL"}[side] for side in SIDES]),
-    ],
-)
-def test_a_column_that_tells_rows_to_train_on_and_to_evaluate_on_is_a_split(name, cells):
-    assert told(cells, name) == [[*range(12), 17, 18, 19], [*range(12, 17)], []]
-
-
-def test_rows_with_another_value_in_such_a_column_are_in_no_split():
-    assert told(["train", "test", "extra", None, "test"]) == [[0], [1, 4], [2, 3]]
-    found = splits.read_split_columns({"split": ["train", "dev", "test", "x", "y"]})
-    assert {**found.rows} == {"train": [0], "validation": [1], "test": [2], "": [3, 4]}
-    assert found.names["validation"] == "'dev' in column 'split'"
-    assert found.names[""] == "'x', 'y' in column 'split' (2 rows)"
-
-
-@pytest.mark.parametrize(
-    ("name", "cells"),
-    [("set", SIDES), ("split", ["train"] * 3), ("split", [0, 1, 2, 0])],
-)
-def test_another_column_is_read_as_no_split_and_one_of_that_name_is_said(name, cells):
-    assert told(cells, name) is None
-    if splits.may_say_split(name):
-        note = splits.read_split_columns({name: cells}).note
-        assert note.startswith("column 'split' does not say which rows are trained on")
-
-
-def test_the_split_in_a_column_of_a_table_is_evaluated_and_no_feature(tmp_path):
-    path = tmp_path / "t.csv"
-    make_table(path, 0, split=SIDES)
-    train, evaluated, rows, plan = table_of("--data", path)
-    assert (len(train), rows) == (15, [*range(12, 17)])
-    assert evaluated == [2 * n + 0.5 for n in rows]
-    assert plan["evaluated on"] == "'test' in column 'split': 5 rows"
-    assert plan["features"] == "2, from 2 columns" and "split" not in plan
-    plan = table_of("--data", path, "--features", "a,split")[-1]
-    assert "split (category: test, train)" in plan["columns"] and "evaluated on" not in plan
-    make_table(path, 0, split="train")
-    assert "does not say which rows" in table_of("--data", path)[3]["split"]
-
-
-def test_a_file_to_evaluate_on_comes_before_the_column_and_so_does_the_name_of_a_file(tmp_path):
-    path = tmp_path / "set/train.csv"
-    make_table(path, 0, split=SIDES)
-    make_table(tmp_path / "new.csv", 1000, num=4)
-    train, evaluated, _, plan = table_of("--data", path, "--eval-data", tmp_path / "new.csv")
-    assert len(train) == 15 and min(evaluated) > 2000
-    assert plan["evaluated on"].endswith("new.csv: 4 rows; not read: 'test' in column 'split'")
-    make_table(tmp_path / "set/test.csv", 1000, num=4, split="test")
-    train, _, _, plan = table_of("--data", tmp_path / "set")
-    assert len(train) == 20 and plan["evaluated on"] == "test.csv: 4 rows"
-
-
-def test_the_split_in_a_column_of_texts_is_evaluated(tmp_path):
-    write_texts(tmp_path / "t.jsonl", "of a file", split=[side.upper() for side in SIDES])
-    sets = text_sets("--data", tmp_path / "t.jsonl")
-    assert {words.split()[-1] for words, _ in sets.held_out} == {*map(str, range(12, 17))}
-    assert len(sets.train) == 15
-    assert sets.plan["evaluated on"] == "'TEST' in column 'split': 5 texts"
-    # A column that the user names is what he says it is.
+def test_a_column_that_says_which_rows_are_evaluated_is_refused_unless_it_is_wanted(tmp_path):
+    said = "says which rows are evaluated: write the rows of each split into files"
+    make_table(tmp_path / "t.csv", 0, Split=[side.upper() for side in SIDES])
+    with refused(said):
+        table_of("--data", tmp_path / "t.csv")
+    make_table(tmp_path / "t.csv", 0, split=["left", "right"] * 10)
+    assert "split (category: left, right)" in table_of("--data", tmp_path / "t.csv")[3]["columns"]
+    write_texts(tmp_path / "t.jsonl", "of a file", split=SIDES)
+    with refused(said):
+        text_sets("--data", tmp_path / "t.jsonl")
     sets = text_sets("--data", tmp_path / "t.jsonl", "--label", "split")
-    assert sets.classes == ["TEST", "TRAIN"] and "evaluated on" not in sets.plan
+    assert sets.classes == ["test", "train"]
 
 
 def test_a_column_called_split_beside_pictures_is_named_and_is_no_class(tmp_path):

@@ -14,37 +14,27 @@ MARKS = {
 }
 
 
-def read_text(path: str, given: str | None = None) -> tuple[str, str]:
-    """Return the text of a file, which may be compressed, and a note, "" if it is as given.
+def read_text(path: str, given: str | None = None) -> str:
+    """Return the text of a file, which may be compressed.
 
     A byte order mark decides. A file without one that is valid UTF-8 beyond ASCII is read as UTF-8
     whatever is given, because text in an older encoding hardly ever is. Raises LookupError for an
-    encoding that does not exist, UsageError for a file that is not in it.
-
-    given: None means UTF-8.
+    encoding that does not exist, UsageError for a file that is not in it. given: None means UTF-8.
     """
     import fsspec  # here: a run on synthetic data starts without it
 
     with fsspec.open(path, "rb", compression="infer") as file:
         content = file.read()
-    wanted = codecs.lookup(given or "utf-8").name
     for mark, name in MARKS.items():
         if content.startswith(mark):
-            note = f"read as {name[:6].upper()}, not as {given}: its byte order mark says so"
-            return content[len(mark) :].decode(name), "" if name.startswith(wanted) else note
-    is_wide = wanted.startswith(("utf-16", "utf-32"))  # which have zeros where UTF-8 has none
-    if wanted == "utf-8" or (b"\0" not in content if is_wide else not content.isascii()):
+            return content[len(mark) :].decode(name)
+    # UTF-16 has zeros where UTF-8 has none, and some encodings have nothing but ASCII.
+    tried = [given] if content.isascii() or b"\0" in content else ["utf-8", given]
+    for encoding in tried:
         try:
-            text = content.decode()
+            return content.decode(encoding or "utf-8")
         except UnicodeDecodeError:
-            pass
-        else:
-            note = f"read as UTF-8, which it is, not as {given}"
-            return text, "" if wanted.startswith("utf-8") else note
-    try:
-        return content.decode(given or "utf-8"), ""
-    except UnicodeDecodeError:
-        raise UsageError(
-            f"{path} is not in UTF-8, or not in the given --encoding: try --encoding cp1252 or "
-            "utf-16"
-        ) from None
+            continue
+    raise UsageError(
+        f"{path} is not in UTF-8, or not in the given --encoding: try --encoding cp1252 or utf-16"
+    )

@@ -1,15 +1,14 @@
 """Say which rows are trained on and which are evaluated, for all kinds of data.
 
 A split that the user made is kept: its files, folders or parts are called train, test, validation,
-val or dev, or a column of its rows that is called split has these words. What --eval-data names
-comes before files and parts, and these before a column. Without a split a share of each class is
-held out, the same for any --seed. Equal rows are on one side.
+val or dev. What --eval-data names comes before these. Without a split a share of each class is held
+out, the same for any --seed. Equal rows are on one side.
 """
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -74,9 +73,7 @@ def choose_evaluated(
     """
     chosen = ""
     unread = [names[""]] if "" in names else []
-    for split in EVALUATED:
-        if split not in names:
-            continue
+    for split in (split for split in EVALUATED if split in names):
         if chosen or other:
             unread.append(names[split])
         elif is_labelled(split):
@@ -86,22 +83,12 @@ def choose_evaluated(
     return chosen, unread
 
 
-def describe_given(evaluated: str, unread: Sequence[str], note: str = "") -> dict[str, str]:
-    """Return the lines of the plan that say what is evaluated; "" is a share of the others."""
-    lines = {"split": note} if note else {}
+def describe_given(evaluated: str, unread: Sequence[str]) -> dict[str, str]:
+    """Return the line of the plan that says what is evaluated; "" is a share of the others."""
     if not evaluated and not unread:
-        return lines
+        return {}
     line = evaluated or "a share of the others"
-    return {"evaluated on": f"{line}; not read: {', '.join(unread)}" if unread else line} | lines
-
-
-class ColumnSplit(NamedTuple):
-    """Which split each row is in, as a column of its table says."""
-
-    rows: dict[str, list[int]]  # of each split that find_splits names; {} if no column says so
-    names: dict[str, str]  # what messages call each of them
-    columns: list[str]  # those that say so, which are nothing to learn from
-    note: str  # about a column that is called so and does not say it, or ""
+    return {"evaluated on": f"{line}; not read: {', '.join(unread)}" if unread else line}
 
 
 def may_say_split(name: Any) -> bool:
@@ -109,29 +96,10 @@ def may_say_split(name: Any) -> bool:
     return str(name).strip().lower() == "split"
 
 
-def read_split_columns(columns: Mapping[str, Iterable[Any]]) -> ColumnSplit:
-    """Return which split each row of a table is in, by the column that may_say_split names.
-
-    Some of its values must be names of splits, to train on and to evaluate on; others are in none.
-    """
-    note = ""
-    for name, cells in columns.items():
-        words = [str(cell).strip() for cell in cells]
-        different = [*dict.fromkeys(words)]
-        known = {word: find_split(word, whole=True) for word in different}
-        if "train" in known.values() and {*EVALUATED} & {*known.values()}:
-            parts = find_splits([word for word in different if known[word]])
-            parts[""] = parts.get("", []) + [word for word in different if not known[word]]
-            split_of = {word: split for split, values in parts.items() for word in values}
-            rows: dict[str, list[int]] = {split: [] for split, values in parts.items() if values}
-            for row, word in enumerate(words):
-                rows[split_of[word]].append(row)
-            names = {s: f"{shorten([*map(repr, parts[s])])} in column {name!r}" for s in rows}
-            if "" in rows:
-                names[""] += f" ({count(len(rows['']), 'row')})"
-            return ColumnSplit(rows, names, [name], "")
-        note = f"column {name!r} does not say which rows are trained on and which are evaluated"
-    return ColumnSplit({}, {}, [], note)
+def read_split_columns(columns: Mapping[str, Iterable[Any]]) -> list[str]:
+    """Return which of the columns that may_say_split names say that some rows are evaluated."""
+    words = {name: {*map(str, cells)} for name, cells in columns.items()}
+    return [n for n in words if {find_split(w.strip(), True) for w in words[n]} & {*EVALUATED}]
 
 
 def load_parts(name: str) -> dict[str, tuple[str, Any]]:

@@ -71,7 +71,6 @@ class TableRows(Predictor):
         predictions = pd.DataFrame(self.answer_rows(torch.from_numpy(inputs)))
         predictions.loc[[*why]] = np.nan
         notes = describe_unknown(table, columns)
-        notes += "".join(f"\n{line}" for line in written.attrs["encodings"])
         if outside := find_outside(table, inputs, columns, metadata):
             notes += f"\noutside the range of the training rows: {name_rows(outside)}"
             cells = {row: "; ".join(texts) for row, texts in outside.items()}

@@ -197,7 +197,7 @@ def read_used_rows(config: TableConfig) -> UsedRows:
     where, options = config.where, {"separator": config.separator, "encoding": config.encoding}
     target = config.target or []
     named = [*target, *(config.features or []), *config.categorical]
-    parts = read_parts(str(config.data), where, named, **options)
+    parts = read_parts(str(config.data), where, **options)
     whole = parts["train"]
     if not target:
         raise UsageError(
@@ -215,8 +215,8 @@ def read_used_rows(config: TableConfig) -> UsedRows:
         tables.append(choose_columns(evaluated, names, evaluated.attrs["where"]))
     numbers = np.concatenate([table.index.to_numpy() for table in tables])
     plan = {"data": Path(str(config.data)).name}
-    if "files" in whole.attrs:
-        plan["data"] += f" ({whole.attrs['files']})"
+    if whole.attrs["part"]:
+        plan["data"] += f" ({whole.attrs['part']})"
     table = pd.concat(tables, ignore_index=True)
     if config.missing_values:
         table, emptied = empty_cells(table, config.missing_values)

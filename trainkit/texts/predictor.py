@@ -41,10 +41,10 @@ class TextPredictor(Classifier):
         Of lines without a text that follow one another the first is named.
         """
         encoding = options.get("encoding") or self.metadata.get("encoding")
-        lines, notes = texts.read_texts(path, self.metadata.get("text"), encoding)
+        lines = texts.read_texts(path, self.metadata.get("text"), encoding)
         answers = [
             f"{path}:{number}: {self.describe(self(self.read(line)[0])[0]) if line else 'no text'}"
             for number, line in enumerate(lines, 1)
             if line or number == 1 or lines[number - 2]
         ]
-        return "\n".join([*notes, *answers]) or f"{path}: no text"
+        return "\n".join(answers) or f"{path}: no text"

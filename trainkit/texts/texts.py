@@ -119,7 +119,7 @@ def read_sets(config: TextConfig) -> TextSets:
     where = f"--data {config.data}"
     options = {"encoding": config.encoding}
     named = config.text, config.label
-    parts = frames.read_parts(str(config.data), where, named, **options)
+    parts = frames.read_parts(str(config.data), where, **options)
     text = find_column(parts["train"], config.text, TEXT_NAMES, "--text", where)
     label = find_column(parts["train"], config.label, LABEL_NAMES, "--label", where)
     rows, dropped = labelled_texts(parts["train"], text, label, where)
@@ -289,21 +289,17 @@ def _clean(value: Any) -> str:
     return nfc(value.strip()).encode("utf-8", "replace").decode()
 
 
-def read_texts(path: Path, text: str | None, encoding: str | None) -> tuple[list[str], list[str]]:
+def read_texts(path: Path, text: str | None, encoding: str | None) -> list[str]:
     """Return the lines of a .txt file, or a column of a table; "" where there is no text.
 
-    The second list has a note if the file is in another encoding than the given one. text: the
-    column; None: the one that has one of TEXT_NAMES. encoding: as read_table has it. Raises
-    UsageError.
+    text: the column; None: the one that has one of TEXT_NAMES. Raises UsageError.
     """
     where = str(path)
     if path.suffix.lower() == ".txt":
         with as_usage_error(f"{where} cannot be read"):
-            content, note = read_text(where, encoding)
+            content = read_text(where, encoding)
         lines = content.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-        notes = [f"{path.name} {note}"] if note else []
-        return [_clean(line) for line in lines[: len(lines) - (not lines[-1])]], notes
+        return [_clean(line) for line in lines[: len(lines) - (not lines[-1])]]
     table = frames.read_table(where, where, encoding=encoding)
     name = find_column(table, text, TEXT_NAMES, "--text", where)
-    cells = frames.choose_columns(table, [name], where)[name]
-    return [*map(_clean, cells)], table.attrs["encodings"]
+    return [*map(_clean, frames.choose_columns(table, [name], where)[name])]
