@@ -5,7 +5,6 @@ The world of a run (its processes, device and versions) may differ, but then rou
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from trainkit.checkpoints import sharded
 from trainkit.checkpoints.content import hash_fixed, text_of
-from trainkit.checkpoints.mirror import Mirror, open_mirror, whole_checkpoints
+from trainkit.checkpoints.mirror import Mirror, open_mirror
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest
@@ -69,58 +68,42 @@ def check_in(directory: Path, wanted: str) -> None:
 
 
 def choose(
+    accelerator: Accelerator,
     directory: Path,
     mirror: Mirror | None,
     wanted: str | None,
-    notices: list[str],
     check: Callable[[Path], dict[str, Any]],
-    accelerator: Accelerator,
-) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint that --resume names and its trainer.json, or (None, {}) for a new run.
+) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """Return the checkpoint that --resume names, its trainer.json, and what to say about it.
 
-    Every process must call this. Raises UsageError on all of them, also that of check(path), which
-    returns trainer.json. "is_missing" in it says that the mirror lacks this checkpoint.
+    It is None for a new run. Every process must call this. Raises UsageError on all of them, also
+    that of check(path), which returns trainer.json.
     """
 
-    def find() -> tuple[Path | None, dict[str, Any]]:
+    def find() -> tuple[Path | None, dict[str, Any], list[str]]:
         for leftover in list(directory.glob(".tmp-*")):
             remove_tree(leftover)
-        fetch: dict[str, Callable] = {}
-        if mirror and wanted:
-            mirror.open()
-            fetch = dict.fromkeys(
-                whole_checkpoints(mirror.listed), partial(mirror.fetch, check=check)
-            )
+        if wanted is None:
+            return None, {}, []
+        if mirror:
+            mirror.look()
             mirror.check_run(check)
-        where = f"{directory} or --mirror {mirror.url}" if mirror else str(directory)
-        path = choose_checkpoint(directory, wanted, notices, fetch, where)
-        if path is None:
-            return None, {}
-        # One that was saved without --mirror lacks what is beside it.
-        missing = path.name not in fetch and (path / "metrics.jsonl").exists()
-        return path, check(path) | {"is_missing": missing}
+        path, notices = _newest_whole(directory, mirror, wanted)
+        return path, check(path) if path else {}, notices
 
-    result = on_main(accelerator, f"cannot resume from {directory}", find)
-    (pair,) = broadcast_object_list(result or [None])
-    return pair
+    found = on_main(accelerator, f"cannot resume from {directory}", find)
+    (found,) = broadcast_object_list(found or [None])
+    return found
 
 
-def choose_checkpoint(
-    directory: Path,
-    wanted: str | None,
-    notices: list[str],
-    mirrored: Mapping[str, Callable[[Path], str | None]],
-    where: str,
-) -> Path | None:
-    """Return the checkpoint in `directory` that --resume names, verified, or None for a new run.
+def _newest_whole(
+    directory: Path, mirror: Mirror | None, wanted: str
+) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint of those that --resume names, and what to say about it.
 
-    Raises UsageError if that checkpoint is not complete, or if none of several is.
-
-    mirrored: by the name of a checkpoint of the mirror what copies it to a path, or says why not.
-    where: all places that were looked at, for messages.
+    Raises UsageError if there are some and none is complete.
     """
-    if wanted is None:
-        return None
+    mirrored = mirror.whole() if mirror else set()
     candidates = sorted({*steps_in(directory), *(directory / name for name in mirrored)})
     if wanted not in ("auto", "latest"):
         candidates = [Path(wanted)]
@@ -128,23 +111,23 @@ def choose_checkpoint(
     damaged: list[str] = []
     for path in reversed(candidates):
         problem = verify(path)
-        if problem and path.name in mirrored:
-            problem = mirrored[path.name](path)
+        if problem and mirror and path.name in mirrored:
+            problem = mirror.fetch(path)
         if problem is None:
-            notices.extend([*damaged, f"resuming from {path}"])
+            said = [*damaged, f"resuming from {path}"]
             if others := not_listed(path):
-                notices.append(f"not read, as the checkpoint does not list it: {shorten(others)}")
-            return path
+                said.append(f"not read, as the checkpoint does not list it: {shorten(others)}")
+            return path, said
         damaged.append(f"skipped {path}: {problem}")
     if damaged:
         raise UsageError(
             f"--resume {wanted}: no checkpoint is complete ({'; '.join(damaged)}); without "
             "--resume a new run starts and this folder is renamed"
         )
+    where = f"{directory} or --mirror {mirror.url}" if mirror else str(directory)
     if wanted == "latest":
         raise UsageError(f"--resume latest: there is no checkpoint in {where}")
-    notices.append(f"no checkpoint in {where}: starting from the beginning")
-    return None
+    return None, [f"no checkpoint in {where}: starting from the beginning"]
 
 
 def abandon_later(directory: Path, step: int, used: Path | None) -> list[str]:

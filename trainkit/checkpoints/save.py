@@ -205,14 +205,13 @@ class Checkpoints:
         """
         accelerator = self.accelerator
         main = self.accelerator.is_main_process
-        notices: list[str] = []
         check = partial(
             read_same_run,
             now=self.fingerprint,
             last_step=last_step,
             defaults=self.defaults,
         )
-        path, trainer = choose(self.directory, self.mirror, wanted, notices, check, accelerator)
+        path, trainer, said = choose(accelerator, self.directory, self.mirror, wanted, check)
         progress = trainer.get("progress", Progress())
         with failing_together(accelerator, f"{path} cannot be loaded"):
             if path:
@@ -225,14 +224,13 @@ class Checkpoints:
             if main:
                 # The run continues from this checkpoint. Rows are truncated only after later
                 # checkpoints are renamed: if this is killed halfway, "auto" can still resume.
-                notices += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
-                notices += compare_sources(trainer.get("sources", {}), self.sources)
-                notices.extend(abandon_later(self.directory, progress.step, path))
-                notices += self.tracker.truncate(trainer.get("log"))
+                said += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
+                said += compare_sources(trainer.get("sources", {}), self.sources)
+                said += abandon_later(self.directory, progress.step, path)
+                said += self.tracker.truncate(trainer.get("log"))
                 sync(self.directory.parent)
-        self._with_mirror(lambda mirror: mirror.go_on(path, trainer))
-        for notice in notices:
-            print(notice, flush=True)
+        self._with_mirror(lambda mirror: mirror.go_on(path, progress.best_step))
+        print(*said, sep="\n", end="\n" * bool(said), flush=True)
         if path:
             self.tracker.log_timing({"resumed_at": progress.step})  # the curves mark this step
         return progress
