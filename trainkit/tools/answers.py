@@ -54,9 +54,6 @@ def describe_answer(
     """
     classes = predictor.metadata["classes"]
     size = predictor.metadata["size"]
-    sees = "what the network sees"
-    if picture.shape[-1] < size:
-        sees += " (a smaller copy)"
     whole = F.interpolate(picture[None].float(), (size, size)).byte()
     if probabilities is None:
         probabilities = predictor(whole)[0]
@@ -69,7 +66,7 @@ def describe_answer(
     ink = whole[0].float().mean(0)[..., None] * 0.7 * (1 - speaks.abs())
     overlay = ink + speaks.clamp(min=0) * FOR - speaks.clamp(max=0) * AGAINST
     views = [
-        (figures.to_array(picture), sees),
+        (figures.to_array(picture), "what the network sees"),
         (overlay.byte().numpy(), f"orange speaks for {answer}, blue against"),
     ]
     html = f"<h2>{escape(answer)}</h2>{share:.2%}"
@@ -83,8 +80,8 @@ def draw_responses(
 ) -> Figure:
     """Draw each target along one column, whose own value a dot marks.
 
-    points: values of the column, datetime for dates, of which the first is its own. outputs: the
-    targets at these points, (n, targets). name: of the column.
+    points: values of the column, of which the first is its own. outputs: the targets at these
+    points, (n, targets). name: of the column.
     """
     lines = outputs.T[:MAX_DRAWN]
     style = as_written()
@@ -95,10 +92,7 @@ def draw_responses(
         axes.plot(points[0], line[0], "o", color=COLOURS[1], mec="white")
         written = FuncFormatter(lambda value, _: write_number(value, 6))  # not as 1e6
         axes.yaxis.set_major_formatter(written)
-        if points.dtype == object:  # it holds dates
-            axes.tick_params(axis="x", rotation=30)
-        else:
-            axes.xaxis.set_major_formatter(written)
+        axes.xaxis.set_major_formatter(written)
         axes.set_xlabel(wrap(name, 40), **style)
         axes.set_ylabel(wrap(target, 30), **style)
     return figure

@@ -6,25 +6,23 @@ is removed when the server ends.
 
 import io
 import os
-import re
 import signal
-import socket
 import tempfile
 from collections.abc import Callable
-from datetime import datetime, timedelta
 from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from PIL import Image
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.plots import figures
-from trainkit.tables.columns import Column
-from trainkit.text import first_sentence, write_number
+from trainkit.tables.columns import Column, encode
+from trainkit.text import write_number
 from trainkit.tools import answers
 
 MAX_FILE = "32mb"  # of a picture file
@@ -32,81 +30,43 @@ MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 
 MAX_SHOWN = 20  # test pictures, one of each class
 # An answer follows each change without a sign that it is computed, and only the last one counts.
 QUICK: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
-EPOCH = datetime(1970, 1, 1)  # from which the days of dates are counted
 NUM_POINTS = 120  # at which a curve is drawn
-# Where the name of a column says its unit: weight (kg), weight [kg], weight_kg, price_eur.
-UNIT = re.compile(
-    r"[(\[]([^()\[\]]+)[)\]]\s*$|_([mck]?m|[mk]?g|lbs?|ml|ms|sec|min|hours|days|years|eur|usd|gbp"
-    r"|chf|pct|percent|celsius|mph|kmh|k?wh?)$",
-    re.IGNORECASE,
-)
 
 
-def find_shelves(predictor: Any) -> dict[str, list[tuple[int, str]]]:
-    """Return evaluated pictures to choose from, number and caption: one per class, mistakes."""
-    tensors = predictor.evaluated
-    if "prediction" not in tensors:
-        return {}
-    classes = predictor.metadata["classes"]
-    predicted, truth = ([classes[n] for n in tensors[key]] for key in ("prediction", "target"))
-    last = {truth[n]: n for n in figures.saved_pictures(tensors)}  # of photos, the smallest loss
-    worst = figures.worst_mistakes(tensors)[0].tolist() if last else ()
-    first = [(last[name], name) for name in classes if name in last]
-    title = "test pictures"
-    if len(first) > MAX_SHOWN:
-        title += f": of the first {MAX_SHOWN} of {len(first)} classes"
-    return {
-        title: first[:MAX_SHOWN],
-        "worst mistakes": [(n, f"{truth[n]}, taken for {predicted[n]}") for n in worst],
-    }
-
-
-def describe_refusal(problem: UsageError, path: Path | io.BytesIO) -> str:
-    """Say why a picture cannot be read, and what helps, without its path on this machine."""
-    reason = str(problem).removeprefix(f"{path} cannot be read as a picture: ")
-    reason = re.sub(r"^\w+(Error|Exception): ", "", reason.replace(str(path), "the picture"))
-    sentence = f"The picture cannot be read: {reason}."
-    return sentence + (" Save it as PNG or JPEG." if "it is not one of" in reason else "")
+def one_of_each(predictor: Any) -> list[tuple[int, str]]:
+    """Return the number of an evaluated picture of each class, with the name of the class."""
+    tensors, classes = predictor.evaluated, predictor.metadata["classes"]
+    # Of photos, the last one saved has the smallest loss.
+    last = {int(tensors["target"][n]): n for n in figures.saved_pictures(tensors)}
+    return [(last[n], name) for n, name in enumerate(classes) if n in last][:MAX_SHOWN]
 
 
 def answer_file(predictor: Any, file: str | io.BytesIO | None) -> tuple:
     """Return what is shown for a picture file: the answer as HTML, the probabilities, two views."""
     if file is None:
         return "", None, None
-    path = Path(file) if isinstance(file, str) else file
     try:
-        pictures, doubt = predictor.read(path)
+        pictures, doubt = predictor.read(Path(file) if isinstance(file, str) else file)
     except UsageError as problem:
-        return escape(describe_refusal(problem, path)), None, None
+        return escape(str(problem).replace(str(file), "the file")), None, None
     return answers.describe_answer(predictor, pictures[0], doubt)
 
 
-def is_empty(drawn: dict[str, Any] | None) -> bool:
-    """Return whether nothing is drawn on the pad."""
-    return drawn is None or drawn["composite"] is None or drawn["composite"].min() == 255
-
-
-def answer_drawing(predictor: Any, drawn: dict[str, Any] | None) -> tuple:
-    """Return what is shown for a drawing on the pad, which is read like a picture file."""
-    if drawn is None or is_empty(drawn):
-        return "", None, None
-    file = io.BytesIO()
-    Image.fromarray(drawn["composite"]).save(file, "png")
-    return answer_file(predictor, file)
-
-
 def answer_pad(predictor: Any, drawn: dict[str, Any] | None) -> list:
-    """Return what answer_drawing does, and None for the picture file; of an empty pad no change."""
+    """Return what answer_file does of a drawing, and None for the picture file.
+
+    Of an empty pad it changes nothing.
+    """
     import gradio
 
-    if is_empty(drawn):
+    if drawn is None or drawn["composite"] is None or drawn["composite"].min() == 255:
         return [gradio.skip() for _ in range(4)]
-    return [*answer_drawing(predictor, drawn), None]
+    file = io.BytesIO()
+    Image.fromarray(drawn["composite"]).save(file, "png")
+    return [*answer_file(predictor, file), None]
 
 
-def add_shelf(
-    predictor: Any, label: str, shelf: list[tuple[int, str]], shown: list, places: list
-) -> None:
+def add_shelf(predictor: Any, shown: list, places: list) -> None:
     """Add evaluated pictures of which the user can choose one to see its prediction.
 
     places: of a picture of the user's own, which are emptied then.
@@ -114,34 +74,19 @@ def add_shelf(
     import gradio
 
     pictures = figures.saved_pictures(predictor.evaluated)
-    logits = predictor.evaluated["logits"] / predictor.calibration["temperature"]
+    shelf = one_of_each(predictor)
 
     def choose(chosen: gradio.SelectData) -> tuple:
         number, _ = shelf[chosen.index]
-        probabilities = logits[number].softmax(0)
-        answer = answers.describe_answer(predictor, pictures[number], "", probabilities)
+        logits = predictor.evaluated["logits"][number] / predictor.calibration["temperature"]
+        answer = answers.describe_answer(predictor, pictures[number], "", logits.softmax(0))
         return *answer, *[None for _ in places]
 
     named = [(figures.to_array(pictures[number]), caption) for number, caption in shelf]
     gallery = gradio.Gallery(
-        named, label=label, format="png", allow_preview=False, elem_classes="shelf"
+        named, label="test pictures", format="png", allow_preview=False, elem_classes="shelf"
     )
     gallery.select(choose, None, [*shown, *places], show_progress="hidden")
-
-
-def add_confusions(predictor: Any) -> None:
-    """Add what was taken for what among the evaluated samples, if there are any."""
-    import gradio
-
-    if "prediction" in predictor.evaluated:
-        with gradio.Accordion("confusions", open=False):
-            try:
-                figure = figures.draw_confusion(predictor.evaluated, predictor.metadata["classes"])
-                figure.draw_without_rendering()  # what cannot be drawn fails here
-            except Exception as problem:  # as in training, the rest goes on
-                gradio.HTML(f"They cannot be drawn: {escape(first_sentence(problem))}")
-            else:
-                gradio.Plot(figure, show_label=False)
 
 
 def build_picture_page(page: Any, predictor: Any) -> None:
@@ -182,127 +127,77 @@ def build_picture_page(page: Any, predictor: Any) -> None:
         pad.change(partial(answer_pad, predictor), pad, [*shown, file], **QUICK)
         pad.clear(lambda: ("", None, None), None, shown, js=script)
         page.load(None, js=script)
-    for label, shelf in find_shelves(predictor).items():
-        if shelf:
-            add_shelf(predictor, label, shelf, shown, places)
-    add_confusions(predictor)
+    if figures.saved_pictures(predictor.evaluated):
+        add_shelf(predictor, shown, places)
 
 
-def find_span(metadata: dict[str, Any], name: str) -> tuple[float, float, float, float | None]:
-    """Return a slider's first, last and initial value and its step, from the training rows."""
-    number = metadata["features"].index(name)
-    mean = metadata["feature_mean"][number]
-    start, step = float(f"{mean:.3g}"), None
-    if metadata["feature_whole"][number]:
-        start, step = round(mean), 1.0
-    return *metadata["feature_range"][number], start, step
+def answer_row(predictor: Any, touched: str, *cells: Any) -> tuple:
+    """Return the targets of a row as HTML, and their curves along the number changed last.
 
-
-def to_days(text: str) -> float:
-    """Return the days since 1970 of a date, with or without a time. Raises ValueError."""
-    written = datetime.fromisoformat(text.strip()).replace(tzinfo=None)
-    return (written - EPOCH) / timedelta(days=1)
-
-
-def to_dates(days: np.ndarray) -> np.ndarray:
-    """Return days since 1970 as dates that matplotlib writes as such."""
-    return np.array([EPOCH + timedelta(days=float(day)) for day in days])
-
-
-def answer_row(
-    predictor: Any, names: list[str], spans: dict[str, tuple], touched: str, *cells: Any
-) -> tuple:
-    """Return the targets of a row as HTML, and their curves along the number changed last."""
+    cells: a value for each column of the metadata; a date is a text such as 2020-01-31.
+    """
     metadata = predictor.metadata
-    values = dict(zip(names, cells, strict=True))
-    dates = {column["name"] for column in metadata["columns"] if column.get("days")}
-    for name in dates:
-        if isinstance(values[name], str) or values[name] is None:  # as the page has it
-            try:
-                values[name] = to_days(values[name] or "")
-            except ValueError:
-                return f"{escape(name)}: write a date such as 2020-01-31", None
-    along = touched if touched in spans else next(iter(spans), "")
-    points = np.zeros(1)
-    if spans:  # the first one is that of the row
-        low, high, *_ = spans[along]
-        points = np.append(float(values[along]), np.linspace(low, high, NUM_POINTS))
-    blocks = [
-        column.expand(
-            points
-            if column.name == along
-            else np.full(len(points), values[column.name], dtype=object)
-        )
-        for column in (Column(**column) for column in metadata["columns"])
-    ]
-    outputs = predictor(torch.from_numpy(np.concatenate(blocks, axis=1))).numpy()
+    columns = [Column(**column) for column in metadata["columns"]]
+    numbers = [column.name for column in columns if column.categories is None and not column.days]
+    along = touched if touched in numbers else next(iter(numbers), "")
+    row = {column.name: [cell] for column, cell in zip(columns, cells, strict=True)}
+    if along:  # the first one is that of the row
+        low, high = metadata["feature_range"][metadata["features"].index(along)]
+        row[along] += np.linspace(low, high, NUM_POINTS).tolist()
+    num_rows = max(map(len, row.values()))
+    table = pd.DataFrame({name: num_rows * v if len(v) == 1 else v for name, v in row.items()})
+    inputs, problems = encode(table, columns)
+    if problems:
+        _, name, problem = problems[0]
+        return escape(f"{name}: {problem}"), None
+    outputs = predictor(torch.from_numpy(inputs)).numpy()
+    targets, order = metadata["targets"], np.arange(outputs.shape[1])
     if "classes" in metadata:
-        html = f"<h2>{escape(predictor.describe(torch.from_numpy(outputs[0])))}</h2>"
-        targets = metadata["classes"]
-        order = (-outputs[0]).argsort()
+        said = [predictor.describe(torch.from_numpy(outputs[0]))]
+        targets, order = metadata["classes"], (-outputs[0]).argsort()
     else:
-        targets = metadata["targets"]
-        order = np.arange(len(targets))
         pairs = zip(targets, outputs[0], strict=True)
-        texts = (f"{target}: {with_unit(value, target, 6)}" for target, value in pairs)
-        html = "".join(f"<h2>{escape(text)}</h2>" for text in texts)
-    if not spans:
+        said = [f"{target}: {write_number(value, 6)}" for target, value in pairs]
+    html = "".join(f"<h2>{escape(text)}</h2>" for text in said)
+    if not along:
         return html, None
     names = [targets[number] for number in order]
-    try:
-        places = to_dates(points) if along in dates else points
-        figure = answers.draw_responses(places, outputs[:, order], along, names)
-        figure.draw_without_rendering()
-    except Exception as problem:  # the answer is worth more than its curve
-        return f"{html}The curve cannot be drawn: {escape(first_sentence(problem))}", None
-    return html, figure
+    points = np.array(row[along], dtype=np.float64)
+    return html, answers.draw_responses(points, outputs[:, order], along, names)
 
 
-def add_date(name: str, span: tuple[float, float, float, float | None]) -> Any:
-    """Add a field for a date; with a time if those of the training rows had one."""
+def add_field(metadata: dict[str, Any], column: dict[str, Any]) -> Any:
+    """Add a list of categories, a slider over the numbers of the training rows, or a date."""
     import gradio
 
-    low, high, value, step = span
-    has_time = step is None
-    form = "%Y-%m-%d %H:%M:%S" if has_time else "%Y-%m-%d"
-    first, last, shown = (date.strftime(form) for date in to_dates(np.array([low, high, value])))
-    info = f"in training {first} to {last}"
-    return gradio.DateTime(shown, include_time=has_time, type="string", label=name, info=info)
+    name = column["name"]
+    if column["categories"] is not None:
+        return gradio.Dropdown(column["categories"], label=name)
+    number = metadata["features"].index(name)
+    low, high = metadata["feature_range"][number]
+    mean, is_whole = metadata["feature_mean"][number], metadata["feature_whole"][number]
+    if column.get("days"):
+        first, last, start = (str(np.datetime64(round(day), "D")) for day in (low, high, mean))
+        return gradio.Textbox(start, label=name, info=f"in training {first} to {last}")
+    shown = round(mean) if is_whole else float(f"{mean:.3g}")
+    return gradio.Slider(low, high, shown, step=1.0 if is_whole else None, label=name)
 
 
 def build_table_page(page: Any, predictor: Any) -> None:
-    """Build a slider for each column of numbers, and a list for categories."""
+    """Build a field for each column."""
     import gradio
 
-    fields: dict[str, Any] = {}
-    spans: dict[str, tuple] = {}
+    metadata = predictor.metadata
     with gradio.Row():
         with gradio.Column(min_width=320):
-            for column in predictor.metadata["columns"]:
-                name = column["name"]
-                if column["categories"] is not None:
-                    fields[name] = gradio.Dropdown(column["categories"], label=name)
-                    continue
-                spans[name] = find_span(predictor.metadata, name)
-                if column.get("days"):
-                    fields[name] = add_date(name, spans[name])
-                else:
-                    fields[name] = gradio.Slider(*spans[name], label=name)
+            fields = {each["name"]: add_field(metadata, each) for each in metadata["columns"]}
         with gradio.Column(min_width=320):
             shown = [gradio.HTML(elem_classes="said"), gradio.Plot(show_label=False)]
     inputs = [*fields.values()]
     for name, field in fields.items():
-        answer = partial(answer_row, predictor, [*fields], spans, name)
-        field.change(answer, inputs, shown, **QUICK)
+        field.change(partial(answer_row, predictor, name), inputs, shown, **QUICK)
     # For the values that the page shows at first.
-    page.load(partial(answer_row, predictor, [*fields], spans, ""), inputs, shown)
-
-
-def with_unit(value: float, name: str, digits: int = 3) -> str:
-    """Write a value of a column, with its unit if the name of the column says it."""
-    found = UNIT.search(name)
-    unit = found[1] or found[2] if found else ""
-    return f"{write_number(value, digits)} {unit}".strip()
+    page.load(partial(answer_row, predictor, ""), inputs, shown)
 
 
 def describe_quality(predictor: Any) -> str:
@@ -317,12 +212,10 @@ def describe_quality(predictor: Any) -> str:
         most = target.bincount().max() / len(target)
         what = f"predicts {names[0]}, and " if names else ""
         return f"It {what}is right for {share:.1%} of {seen}; the largest class has {most:.1%}."
-    errors = (prediction - target).abs()
-    limits = zip(names, errors.median(0).values, errors.quantile(0.9, 0), strict=True)
+    halves = (prediction - target).abs().median(0).values.tolist()
     return " ".join(
-        f"It predicts {name}, and is usually off by less than {with_unit(half.item(), name)}: for "
-        f"half of {seen}, and for nine in ten by less than {with_unit(most.item(), name)}."
-        for name, half, most in limits
+        f"It predicts {name}, and is off by less than {write_number(half, 3)} for half of {seen}."
+        for name, half in zip(names, halves, strict=True)
     )
 
 
@@ -348,7 +241,6 @@ def build_text_page(page: Any, predictor: Any) -> None:
             answer_box = gradio.HTML(elem_classes="said")
             shares = gradio.Label(num_top_classes=10, show_heading=False, label="probabilities")
     text.change(partial(answer_text, predictor), text, [answer_box, shares], **QUICK)
-    add_confusions(predictor)
 
 
 # How each kind of input is shown: the "input" of the metadata, and what builds its page.
@@ -384,9 +276,7 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
         with gradio.Blocks(title=name, analytics_enabled=False) as page:
             gradio.HTML(f"<h1>{escape(name)}</h1>{escape(describe_quality(predictor))}")
             BUILDERS[predictor.metadata["input"]](page, predictor)
-        try:
-            # Asked once: with an unknown name the page would ask again for each port, for a minute.
-            socket.getaddrinfo(host or "localhost", None)
+        with as_usage_error(f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"):
             _, url, _ = page.launch(
                 server_name=host,
                 server_port=port,
@@ -398,8 +288,5 @@ def serve(predictor: Any, run_dir: Path, host: str | None, port: int | None) -> 
                 max_file_size=MAX_FILE,
                 css_paths=[Path(__file__).with_name("page.css")],
             )
-        except (OSError, OverflowError) as problem:
-            address = f"--host {host or 'localhost'} --port {port or 'from 7860 on'}"
-            raise UsageError(f"{address}: {problem}") from problem
         print(f"{name}: {url} (Ctrl-C ends it)", flush=True)
         page.block_thread()
