@@ -41,16 +41,6 @@ def is_trained(model: nn.Module) -> bool:
     return any(weight.requires_grad for weight in model.parameters())
 
 
-def hooked(models: Sequence[nn.Module]) -> list[str]:
-    """The names of the weights and layers of models with a hook that is given gradients."""
-    weights = [pair for model in models for pair in model.named_parameters()]
-    layers = [pair for model in models for pair in model.named_modules()]
-    found = [n for n, w in weights if w._backward_hooks or w._post_accumulate_grad_hooks]
-    return found + [
-        n or "the model" for n, m in layers if m._backward_hooks or m._backward_pre_hooks
-    ]
-
-
 def prepared_models(accelerator: Accelerator) -> list[nn.Module]:
     """Every model that accelerator.prepare was given, in order, without DDP around it."""
     return accelerator._models

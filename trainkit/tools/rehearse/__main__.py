@@ -3,11 +3,11 @@
 python -m trainkit.tools.rehearse SCRIPT [FLAGS ...]
 
 SCRIPT is any script that has a Run, in any folder, and FLAGS are those that it is trained with. It
-runs twice, resumed, with loader workers, with --accumulate 2, in two processes, sharded over two
-and, if there is one, on a card. A line says for each whether the numbers are the same and, if not,
-what makes them others; a second one names the row of a page in docs/ that has the cure. Epochs are
-cut to 4 steps, so that several of them are seen, with their evaluations. Nothing is written into
---run-dir, and nothing is left but a mark in the cache of the user if the promises are kept.
+runs on the CPU: twice, resumed, with loader workers, with --accumulate 2, in two processes and
+sharded over two. A line says for each whether the numbers are the same and, if not, what makes them
+others; a second one names the row of a page in docs/ that has the cure. Epochs are cut to 4 steps,
+so that several of them are seen, with their evaluations. Nothing is written into --run-dir, and
+nothing is left but a mark in the cache of the user if the promises are kept.
 
 Before SCRIPT: --epochs N for what begins in a later epoch, --limit SECONDS for a slow script, and
 --only TEXT for the worlds whose name has it. Exit code 0: the promises are kept; 1: something
@@ -25,7 +25,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainkit.tools.rehearse.causes import judge, told
-from trainkit.tools.rehearse.compare import Rounding, has_same_files
 from trainkit.tools.rehearse.outcome import Outcome
 from trainkit.tools.rehearse.pages import REMARKS, RESUMED
 from trainkit.tools.rehearse.stage import Stage
@@ -45,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     reader.add_argument("script", metavar="SCRIPT")
     reader.add_argument("flags", metavar="FLAGS", nargs="...")
     args = reader.parse_args(argv)
-    check_call(args.script)
+    if not Path(args.script).is_file():
+        from trainkit.errors import UsageError
+
+        raise UsageError(f"SCRIPT {args.script} is not a file: give the path of a training script")
     with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as folder:
         stage = Stage(args.script, args.flags, Path(folder), args.epochs, args.limit)
         try:
@@ -57,19 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_kept else 1
 
 
-def check_call(script: str) -> None:
-    """Refuse what cannot be rehearsed, before anything is imported."""
-    problem = ""
-    if not Path(script).is_file():
-        problem = f"SCRIPT {script} is not a file: give the path of a training script"
-    elif os.environ.get("WORLD_SIZE", "1") != "1" or "LOCAL_RANK" in os.environ:
-        problem = "a launcher started this process: start it with `python -m`, as it starts others"
-    if problem:
-        from trainkit.errors import UsageError
-
-        raise UsageError(problem)
-
-
 def rehearse(stage: Stage, only: str) -> bool:
     """Run all worlds, and print a line for each as soon as it is known; are the promises kept?"""
     from trainkit.errors import UsageError
@@ -79,7 +68,7 @@ def rehearse(stage: Stage, only: str) -> bool:
     if first.problem:
         raise UsageError(f"{stage.script} does not run: {first.problem}")
     facts = first.noted("facts")
-    worlds, still = worlds_of(first.folder, facts["by_process"], stage.has_card())
+    worlds, still = worlds_of(first.folder, facts["by_process"])
     if not any(only in world.name for world in worlds):
         names = ", ".join(world.name for world in worlds)
         raise UsageError(f"--only {only}: no world has this in its name: {names}")
@@ -94,21 +83,16 @@ def rehearse(stage: Stage, only: str) -> bool:
     def start(world: World) -> Future[Outcome]:
         return stage.pool.submit(stage.run, world, first)
 
-    is_held_still = bool(still.still)
-    nudged_job = start(World("nudged", still=still.still, nudge=True))
-    still_job = start(still) if is_held_still else None
+    still_job = start(still) if still.still else None
     jobs = [(world, start(world)) for world in worlds if only in world.name or world is AGAIN]
     held = still_job.result() if still_job else first
-    rounding = Rounding(held, nudged_job.result())
     again = jobs[0][1].result()
-    if not has_same_files(first, again):
-        rounding = Rounding(first, first)  # the nudged run differs by more than its nudge
     is_kept = True
     for world, job in jobs:
         if only not in world.name:
             continue
         compared = held if world.still and not held.problem else first
-        verdict = judge(compared, again, job.result(), rounding)
+        verdict = judge(compared, again, job.result())
         is_kept &= verdict.is_kept
         print(f"{world.name:<22}{verdict.text}", flush=True)
         if verdict.row:

@@ -5,13 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from trainkit.tools.rehearse import pages
-from trainkit.tools.rehearse.compare import (
-    Difference,
-    Rounding,
-    first_difference,
-    has_same_files,
-    number,
-)
+from trainkit.tools.rehearse.compare import Difference, first_difference, has_same_files, number
 from trainkit.tools.rehearse.outcome import Outcome
 
 SAME = 1e-4  # relative difference that rounding makes of what a loss is made of
@@ -26,7 +20,7 @@ class Verdict(NamedTuple):
     row: str = ""
 
 
-def judge(first: Outcome, again: Outcome, other: Outcome, rounding: Rounding) -> Verdict:
+def judge(first: Outcome, again: Outcome, other: Outcome) -> Verdict:
     """Say whether a world has the numbers of the first run, which was also run again."""
     if other.problem:
         return judge_problem(first, other)
@@ -38,12 +32,10 @@ def judge(first: Outcome, again: Outcome, other: Outcome, rounding: Rounding) ->
             return Verdict(f"equal bytes, but at the end {say(states)} differs: {home}", False, row)
         unused = f"; {say([*lost])} differs at the end, which changes no number" if lost else ""
         return Verdict(f"equal bytes{unused}", True)
-    difference = first_difference(first, other, rounding)
+    difference = first_difference(first, other)
     if not difference.text:
-        is_grown = difference.worst > world.floor
-        grown = ": rounding, which training amplifies here" if is_grown else ""
         held = "".join(f"; {name} is held still: see its row" for name in world.still)
-        return Verdict(f"equal to {number(difference.worst)}{grown}{held}", True)
+        return Verdict(f"equal to {number(difference.worst)}{held}", True)
     sentence, row = next(causes(first, again, other, difference))
     return Verdict(f"{difference.text}{sentence and '; '}{sentence}", False, row)
 
@@ -96,22 +88,20 @@ def causes(
 ) -> Iterator[tuple[str, ...]]:
     """What makes the numbers of a world others, the most telling first."""
     facts, twin, world = first.noted("facts"), again.noted("facts"), other.world
+    is_split = world.num_processes * world.settings.get("accumulate", 1) > 1
     is_new = {name: facts.get(name) != twin.get(name) for name in ("data", "weights")}
     yield from told(facts | is_new, pages.IN_SAMPLES)
     if world.resumed_after:
         yield from causes_in_resume(first, again, other, "learning_rate" in difference.column)
-    elif not world.is_split and world.env:  # else it is on a card
+    elif not is_split:
         yield "", pages.ORDER_OF_CHANCE
     if difference.column.startswith("eval_"):
         yield from told(facts, pages.IN_EVALUATION)
         yield pages.SHARE_MEAN, pages.OWN_MEAN
     yield from causes_in_loss(first, other, difference.step)
-    seen = {
-        "changes_early": other.noted("facts").get("changes_early"),
-        "numbers": numbers_apart(first, again, other),
-    }
+    seen = {"changes_early": other.noted("facts").get("changes_early")}
     yield from told(facts | seen, pages.IN_LOOP)
-    yield "", pages.SAMPLES_COMPARED if world.is_split else pages.ON_DEVICE
+    yield "", pages.SAMPLES_COMPARED if is_split else pages.ON_DEVICE
 
 
 def causes_in_resume(
@@ -149,17 +139,3 @@ def causes_in_loss(first: Outcome, other: Outcome, last: int) -> Iterator[tuple[
 def are_apart(one: float, other: float) -> bool:
     """Do numbers differ by more than rounding?"""
     return abs(one - other) > SAME * max(abs(one), abs(other))
-
-
-def numbers_apart(first: Outcome, again: Outcome, other: Outcome) -> list[str]:
-    """The variables whose numbers differ at the first checkpoint by more than rounding."""
-    saved = [path.stem for path in first.folder.glob("held-[0-9]*.json")]
-    name = min(saved, key=lambda stem: int(stem[5:]), default="")
-    theirs, own = first.noted(name), other.noted(name)
-    found = []
-    for each, kind in changed(first, again, other, name, name).items():
-        pairs = [(v, own[each]["parts"].get(k)) for k, v in theirs[each]["parts"].items()]
-        numbers = [pair for pair in pairs if all(isinstance(v, int | float) for v in pair)]
-        if kind == "number" and any(are_apart(*pair) for pair in numbers):
-            found.append(each)
-    return found

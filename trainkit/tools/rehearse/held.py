@@ -20,11 +20,11 @@ NUM_PARTS = 50  # of the first and of the last entries of a list are compared
 GENERATORS = np.random.Generator | random.Random | torch.Generator
 
 
-def held(script: Path, run_state: dict[str, Any], only_numbers: bool) -> dict[str, dict[str, Any]]:
+def held(script: Path, run_state: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What the variables of the script hold now, by name: their kind, and their parts by place.
 
     They are those of the functions of its folder that are being called and of its modules there,
-    with the attributes of objects of its own classes. A sharded run may have only numbers.
+    with the attributes of objects of its own classes.
     """
     found: dict[str, Any] = {"run.state": run_state}
     frame = inspect.currentframe()
@@ -38,12 +38,11 @@ def held(script: Path, run_state: dict[str, Any], only_numbers: bool) -> dict[st
             found = {f"{prefix}{key}": value for key, value in names.items()} | found
     noted = {}
     for name, value in found.items():
-        kind = home_kind(value)
         parts: dict[str, Any] = {}
-        if not name.startswith("__") and not (only_numbers and kind != "number"):
+        if not name.startswith("__"):
             note("", value, parts, script)
         if parts:
-            noted[name] = {"kind": kind, "parts": parts}
+            noted[name] = {"kind": home_kind(value), "parts": parts}
     return noted
 
 

@@ -22,30 +22,16 @@ class Outcome:
     is_refusal: bool = False
     seconds: float = 0.0
 
-    @property
-    def run_dirs(self) -> list[Path]:
-        """The folder of its run, or of its runs in the order of the script."""
-        found = [path.parent for path in self.folder.glob("run*/run.json")]
-        return sorted(found, key=lambda path: (len(path.name), path.name))
-
     @functools.cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Those of metrics.jsonl."""
-        texts = [(run_dir / "metrics.jsonl").read_text() for run_dir in self.run_dirs]
-        return [json.loads(line) for text in texts for line in text.splitlines()]
-
-    @functools.cached_property
-    def weights(self) -> dict[str, Any]:
-        """The tensors of model.safetensors."""
-        from safetensors.torch import load_file
-
-        files = [load_file(run_dir / "model.safetensors") for run_dir in self.run_dirs]
-        return {name: tensor for tensors in files for name, tensor in tensors.items()}
+        text = (self.folder / "run/metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
 
     def bytes_of(self, *patterns: str) -> dict[str, bytes]:
-        """The content of the files of these names in the run folders."""
-        paths = [path for run_dir in self.run_dirs for p in patterns for path in run_dir.glob(p)]
-        return {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
+        """The content of the files of these names in the run folder."""
+        paths = [path for pattern in patterns for path in (self.folder / "run").glob(pattern)]
+        return {path.name: path.read_bytes() for path in paths}
 
     def noted(self, name: str) -> Any:
         """What the first process of this world wrote down."""
@@ -57,7 +43,8 @@ def why_not(
     folder: Path, codes: Sequence[int | None], script: str, limit: float
 ) -> tuple[str, bool]:
     """Why a world did not come to its end, in one sentence, and whether that is a refusal."""
-    texts = [written_in(folder / f"stderr-{rank}") for rank in range(len(codes))]
+    paths = [folder / f"stderr-{rank}" for rank in range(len(codes))]
+    texts = [path.read_text(errors="replace") if path.exists() else "" for path in paths]
     for text, code in zip(texts, codes, strict=True):
         said = [line[7:] for line in text.splitlines() if line.startswith("error: ")]
         if said and code != 0:
@@ -66,16 +53,10 @@ def why_not(
         if "Traceback (most recent call last)" in text:
             return of_traceback(text, script)
     if None in codes:
-        where = place_of(folder, codes.index(None), script)
-        return f"it did not end within {limit:.0f} s, and was ended{where}", False
+        return f"it did not end within {limit:.0f} s, and was ended", False
     code = next(code for code in codes if code)
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"it ended with {name}, and said nothing", False
-
-
-def written_in(path: Path) -> str:
-    """What a process wrote; nothing if it was ended before it began."""
-    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def of_traceback(text: str, script: str) -> tuple[str, bool]:
@@ -94,12 +75,3 @@ def of_traceback(text: str, script: str) -> tuple[str, bool]:
         name == "RuntimeError" and "/trainkit/" in Path(places[-1][0]).as_posix()
     )
     return (sentence if is_refusal else error) + where, is_refusal
-
-
-def place_of(folder: Path, rank: int, script: str) -> str:
-    """Where a process that did not end was, in the script."""
-    path = folder / f"stacks-{rank}"
-    found = re.findall(
-        rf'File "{re.escape(str(Path(script).resolve()))}", line (\d+)', written_in(path)
-    )
-    return f": process {rank} was in line {found[0]} of {Path(script).name}" if found else ""

@@ -68,10 +68,6 @@ IN_LOOP = (
     ("buffers", "the buffer {} changes in the run, by a process's share of a batch: change it by "
      "the whole batch, or keep it as it is", BATCH_NORM),
     ("draws", "the loop draws from {}", ON_DEVICE),
-    ("hooked", "{} has a hook, which is given the gradient of a share", GRADIENTS),
-    ("numbers", "{} is another number than in the first run: change it once in a step, `if "
-     "accelerator.sync_gradients:`, and by the whole batch, which run.gather(...) gives",
-     REGISTERED),
 )  # fmt: skip
 DIVIDED = (
     "the loss is divided by --accumulate, which accelerator.backward(...) does already: leave the "

@@ -1,22 +1,17 @@
 """Be one process of a rehearsal: run the script as it stands, shortened, in a folder of its own."""
 
-import faulthandler
-import math
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import time
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainkit import startup
-
-import torch
 
 from trainkit.tools.rehearse import watching
 from trainkit.tools.rehearse.worlds import World
@@ -33,29 +28,25 @@ class Role:
         settings: fields of the script's config, and their values in this world.
         env: variables of the environment, None: not set.
         num_epochs: at least so many.
-        stacks_at: when the stacks of this process are written down, by time.time().
     """
 
     world: World
     script: str
     flags: list[str]
     folder: Path
-    rank: int = 0
-    settings: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, str | None] = field(default_factory=dict)
-    num_epochs: int = 5
-    stacks_at: float = math.inf
+    rank: int
+    settings: dict[str, Any]
+    env: dict[str, str | None]
+    num_epochs: int
 
 
 def be(role: Role) -> None:
     """Run the script to its end in this process, which does nothing else and then exits."""
     die_with_parent()
-    names = [role.folder / f"{name}-{role.rank}" for name in ("stdout", "stderr", "stacks")]
+    names = [role.folder / f"{name}-{role.rank}" for name in ("stdout", "stderr")]
     outputs = [os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in names]
-    for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs[:2])):
+    for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
         os.dup2(file, stream)
-    seconds = min(1e6, max(0.1, role.stacks_at - time.time()))
-    faulthandler.dump_traceback_later(seconds, file=outputs[2])
     for name, value in role.env.items():
         os.environ.pop(name, None)
         if value is not None:
@@ -63,14 +54,7 @@ def be(role: Role) -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = str(role.folder)
     sys.dont_write_bytecode = True
     multiprocessing.set_start_method(None, force=True)  # loader workers start as in a run
-    watch = watching.Watch(role)
-    run_as_main(role.script, role.flags, watch)
-
-
-def note_card(path: Path) -> None:
-    """Make this file if torch sees a card, which a process that forks others must not ask."""
-    if torch.accelerator.is_available():
-        path.touch()
+    run_as_main(role.script, role.flags, watching.Watch(role))
 
 
 def die_with_parent() -> None:
@@ -90,5 +74,5 @@ def run_as_main(script: str, flags: list[str], watch: watching.Watch) -> None:
     sys.argv = [script, *flags]
     sys.path.insert(0, str(path.parent))
     exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
-    if not watch.runs and callable(main := getattr(module, "main", None)):
+    if watch.run is None and callable(main := getattr(module, "main", None)):
         startup.run(partial(main, flags))

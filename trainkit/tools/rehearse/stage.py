@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.tools.rehearse.outcome import Outcome, why_not
-from trainkit.tools.rehearse.worlds import SETTINGS, WITHOUT_TRACKERS, World
-
-# torch and the kit are imported in functions: while this process does so, the server, which forks
-# the processes of all worlds, imports them too.
+from trainkit.tools.rehearse.worlds import ENV, SETTINGS, World
 
 # A launch of the shell that starts the rehearsal is not that of the worlds.
 NOT_SET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -42,22 +39,8 @@ class Stage:
         if sys.platform == "linux":
             self.context = multiprocessing.get_context("forkserver")
             self.context.set_forkserver_preload([PROCESS, *imports_of(script)])
-        self.card = self._look_for_card()  # so the server begins to import
         self.pool = ThreadPoolExecutor(max(3, os.cpu_count() or 1))
         self.is_over = False
-
-    def _look_for_card(self) -> Any:
-        """Start a process that does so: in this one, or in the server, no other could use it."""
-        from trainkit.tools.rehearse.process import note_card
-
-        looking = self.context.Process(target=note_card, args=(self.folder / "card",))
-        looking.start()
-        return looking
-
-    def has_card(self) -> bool:
-        """Whether torch sees a GPU or another accelerator."""
-        self.card.join()
-        return (self.folder / "card").exists()
 
     def run(self, world: World, first: Outcome | None = None) -> Outcome:
         """Run the script in this world to its end."""
@@ -68,12 +51,11 @@ class Stage:
         if first:
             limit = min(limit, 60 + 30 * first.seconds)
             if world.resumed_after:
-                for run_dir in first.run_dirs:
-                    copy_as_killed(run_dir, folder / run_dir.name, world.resumed_after)
+                copy_as_killed(first.folder / "run", folder / "run", world.resumed_after)
         started_at = time.monotonic()
         with meeting(world.num_processes) as joined:
             processes = [
-                self._process(outcome, joined, rank, limit) for rank in range(world.num_processes)
+                self._process(outcome, joined, rank) for rank in range(world.num_processes)
             ]
             codes = self._wait(processes, limit)
         outcome.seconds = time.monotonic() - started_at
@@ -83,7 +65,7 @@ class Stage:
             outcome.problem = "it ended without run.finish()"
         return outcome
 
-    def _process(self, outcome: Outcome, joined: dict[str, str], rank: int, limit: float) -> Any:
+    def _process(self, outcome: Outcome, joined: dict[str, str], rank: int) -> Any:
         from trainkit.tools.rehearse.process import Role, be
 
         world, folder = outcome.world, outcome.folder
@@ -95,9 +77,8 @@ class Stage:
             folder=folder,
             rank=rank,
             settings=SETTINGS | {"run_dir": folder / "run"} | world.settings,
-            env={**dict.fromkeys(NOT_SET), **WITHOUT_TRACKERS, **world.env, **joined, **ranks},
+            env={**dict.fromkeys(NOT_SET), **ENV, **world.env, **joined, **ranks},
             num_epochs=self.epochs,
-            stacks_at=time.time() + limit - 3,  # before it is ended
         )
         return self.context.Process(target=be, args=(role,))
 
@@ -114,24 +95,14 @@ class Stage:
             if any(process.exitcode for process in processes):
                 end_at = min(end_at, time.monotonic() + GRACE_SECONDS)
         for process in alive:
-            kill_tree(process)
+            process.kill()  # its loader workers end by themselves
+            process.join()
         return [None if process in alive else process.exitcode for process in processes]
 
     def close(self) -> None:
         """End everything that was started."""
         self.is_over = True
         self.pool.shutdown(cancel_futures=True)
-
-
-def kill_tree(process: Any) -> None:
-    """End a process and its loader workers."""
-    import psutil
-
-    with suppress(psutil.Error):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
-    process.kill()
-    process.join()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
@@ -21,15 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from trainkit.checkpoints.content import hash_tensor, text_of
 from trainkit.checkpoints.save import Checkpoints
+from trainkit.errors import UsageError
 from trainkit.hashes import digest
 from trainkit.numbers.loaders import EpochBatches, WholeBatches, batches_of
 from trainkit.numbers.orders import Length
-from trainkit.repairs.private_names import (
-    BatchNorm,
-    hooked,
-    prepared_loaders,
-    version_of,
-)
+from trainkit.repairs.private_names import BatchNorm, prepared_loaders, version_of
 from trainkit.run.step import Step
 from trainkit.tools.rehearse import still
 from trainkit.tools.rehearse.held import held
@@ -43,10 +39,10 @@ NUM_STEPS = 20
 
 
 class Watch:
-    """Lets the config, the length and the calls of each run be those of the rehearsal.
+    """Lets the config, the length and the calls of the run be those of the rehearsal.
 
     Attributes:
-        runs: those that this process has begun.
+        run: the one that this process has begun.
         seen: what is written down at the end: see pages.py.
         draws: which global generators the loop has drawn from; generators: how they stood.
         means, flows: of the micro-batch, what run.step_mean returned, and the gradients of a pass.
@@ -54,29 +50,26 @@ class Watch:
         marks: how weights and gradients were after a backward pass that was not the last of a step.
     """
 
+    run: Run | None = None
+    in_evaluation = has_begun = False
+    share: dict[str, Any]
+
     def __init__(self, role: "Role"):
         self.role, self.world = role, role.world
-        self.is_looked_at = role.world.is_looked_at
-        self.runs: list[Run] = []
         self.models: list[nn.Module] = []
         self.by_process: set[str] = set()
         self.draws: set[str] = set()
-        self.generators: dict[str, str] = {}
         self.seen: dict[str, Any] = {"losses": {}}
         self.samples = SeenSamples()
         self.untrained: dict[str, torch.Tensor] = {}
-        self.in_evaluation = False
-        self.means: list[torch.Tensor] = []
         self.flows: dict[int, float] = {}
-        self.share: dict[str, Any] = {}
         self.marks: list[Any] = []
-        look: Any = Broadcasts if self.is_looked_at else nullcontext
+        look: Any = Broadcasts if self.world.is_looked_at else nullcontext
         self.broadcasts = {"broadcast": look(), "broadcast_in_evaluation": look()}
-        self._hold_still()
+        self.dropout, F.dropout = F.dropout, self._dropout
         for kind, name, replacement in (
             (Run, "__init__", self._make_run),
             (Run, "begin", self._begin),
-            (Run, "steps", self._steps),
             (Run, "step_mean", self._step_mean),
             (Run, "end_step", self._end_step),
             (Run, "evaluate", self._evaluate),
@@ -91,27 +84,20 @@ class Watch:
         ):
             around(kind, name, replacement)
 
-    def _hold_still(self) -> None:
-        dropout, names = F.dropout, self.world.still
-
-        def watched(
-            input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
-        ) -> Any:
-            if p and training and not self.in_evaluation:
-                self.by_process.add("dropout")
-                if "dropout" in names:
-                    return input
-            return dropout(input, p, training, inplace)
-
-        F.dropout = watched
-        if "BatchNorm" in names:
-            BatchNorm.forward = still.batch_norm_of_the_start  # type: ignore[method-assign]
+    def _dropout(
+        self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
+        if p and training and not self.in_evaluation:
+            self.by_process.add("dropout")
+            if "dropout" in self.world.still:
+                return input
+        return self.dropout(input, p, training, inplace)
 
     def _make_run(self, original: Callable, run: Run, config: Any, project: str) -> None:
+        if self.run is not None:
+            raise UsageError("it has several runs: rehearse a script that has one of them")
+        self.run = run
         vars(config).update(self.role.settings)
-        self.runs.append(run)
-        if len(self.runs) > 1:  # a script with several runs has them in one process
-            config.run_dir = config.run_dir.with_name(f"run-{len(self.runs)}")
         original(run, config, project)
 
     def _make_length(self, original: Callable, length: Any, config: Any, num: int) -> None:
@@ -137,7 +123,7 @@ class Watch:
 
     def _make_samples(self, original: Callable, whole: WholeBatches, indices: Any) -> Any:
         batch = original(whole, indices)
-        if self.is_looked_at:
+        if self.world.is_looked_at:
             self.samples.note(whole, indices, batch)
         return batch
 
@@ -145,27 +131,21 @@ class Watch:
         self.models = models = [model] if isinstance(model, nn.Module) else list(model)
         layers = [layer for each in models for layer in each.modules()]
         self.by_process |= still.names_by_process(layers)
+        still.hold(self.world.still, layers)
         self.buffers = buffers_of(models)
-        self.seen["hooked"] = hooked(models)
         named = [pair for each in models for pair in each.named_parameters()]
         self.seen["weights"] = digest(text_of([weight for _, weight in named]))
-        if "dropout" in self.world.still:
-            still.set_rates(layers)
-        if self.world.nudge:
-            still.nudge(models)
-        if self.is_looked_at:
+        if self.world.is_looked_at:
             self.untrained = {name: weight for name, weight in named if weight.requires_grad}
         original(run, model, *args, **kw)
 
-    def _steps(self, original: Callable, run: Run, *args: Any, **kw: Any) -> Iterator[Any]:
-        if not (self.role.folder / "held-resumed.json").exists():
-            self._write("held-resumed", self._held())
-        return original(run, *args, **kw)
-
     def _start_micro_batch(self, original: Callable, step: Any, loader: Any) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            self._write_held("resumed")
         original(step, loader)
         self.generators = generators()
-        self.means = []
+        self.means: list[torch.Tensor] = []
         self.share = {"factors": [], "rests": [], "size": 0.0, "is_one_number": False}
         self.broadcasts["broadcast"].__enter__()
 
@@ -202,16 +182,13 @@ class Watch:
     def _marks(self) -> list[Any]:
         """What changes if a weight or its gradient does."""
         weights = [weight for model in self.models for weight in model.parameters()]
-        gradients = [weight.grad for weight in weights]
-        return [
-            [version_of(weight) for weight in weights],
-            [None if each is None else (id(each), version_of(each)) for each in gradients],
-        ]
+        tensors = [t for weight in weights for t in (weight, weight.grad)]
+        return [None if each is None else (id(each), version_of(each)) for each in tensors]
 
     def _end_step(self, original: Callable, run: Run) -> bool:
         self.broadcasts["broadcast"].__exit__(None, None, None)
         now = generators()
-        self.draws |= {name for name in now if now[name] != self.generators.get(name)}
+        self.draws |= {name for name in now if now[name] != self.generators[name]}
         if self.means and not self.share["rests"]:
             self.seen["passes_backward_by"] = True
             self.untrained = {}  # they are looked at in accelerator.backward
@@ -237,10 +214,10 @@ class Watch:
 
     def _save(self, original: Callable, checkpoints: Any, progress: Any, *args: Any) -> None:
         original(checkpoints, progress, *args)
-        self._write(f"held-{progress.step}", self._held())
+        self._write_held(progress.step)
 
     def _finish(self, original: Callable, run: Run, *args: Any, **kw: Any) -> Any:
-        if self.is_looked_at:
+        if self.world.is_looked_at:
             pairs = [(batches_of(each), each) for each in prepared_loaders(run.accelerator)]
             made = {b.seed is not None: each.dataset for b, each in pairs if b is not None}
             if len(made) == 2:
@@ -256,17 +233,16 @@ class Watch:
             "untrained": [*self.untrained],
         }
         self._write("facts", self.seen)
-        self._write("held-end", self._held())
+        self._write_held("end")
         return original(run, *args, **kw)
 
-    def _held(self) -> dict[str, Any]:
-        is_split = self.world.num_processes > 1
-        return held(
-            Path(self.role.script).resolve(), self.runs[0].progress.state, only_numbers=is_split
-        )
+    def _write_held(self, when: object) -> None:
+        if self.run and (self.world.is_exact or self.world.is_looked_at):
+            script = Path(self.role.script).resolve()
+            self._write(f"held-{when}", held(script, self.run.progress.state))
 
     def _write(self, name: str, content: Any) -> None:
-        if self.role.rank == 0 and len(self.runs) == 1:  # of several runs, it is about the first
+        if self.role.rank == 0:
             (self.role.folder / f"{name}.json").write_text(json.dumps(content))
 
 

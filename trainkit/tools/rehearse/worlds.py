@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-WITHOUT_TRACKERS = {"WANDB_MODE": "disabled"}
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "-1", "ACCELERATE_USE_CPU": "true"}
+ENV = {"WANDB_MODE": "disabled", "CUDA_VISIBLE_DEVICES": "-1", "ACCELERATE_USE_CPU": "true"}
 SHARDED = {  # as in accelerate_configs/2cpu_fsdp.yaml
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -26,9 +25,6 @@ SETTINGS: dict[str, Any] = {
     "accumulate": 1,
     "timeout": 60,
 }
-# Worlds differ by rounding, up to this part of the largest value of a column.
-FLOOR = 1e-5
-FLOOR_OF_CARD = 1e-4
 
 
 @dataclass
@@ -37,37 +33,28 @@ class World:
 
     Attributes:
         settings: values for fields of its config.
-        env: variables, beside those that make several processes one world.
+        env: variables, beside ENV and those that make several processes one world.
         is_exact: it must give the bytes of the first run.
         resumed_after: the step of the checkpoint of the first run that it begins with; 0: none.
         still: "dropout" and "BatchNorm": what draws or computes by process is held still.
-        nudge: change each weight by a rounding, before the first step.
-        floor: relative differences up to this are rounding.
         is_looked_at: see what its samples and operations are like.
     """
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=lambda: dict(ON_CPU))
+    env: dict[str, str] = field(default_factory=dict)
     num_processes: int = 1
     is_exact: bool = False
     resumed_after: int = 0
     still: tuple[str, ...] = ()
-    nudge: bool = False
-    floor: float = FLOOR
     is_looked_at: bool = False
-
-    @property
-    def is_split(self) -> bool:
-        """Whether a batch is shared out over processes or micro-batches."""
-        return self.num_processes * self.settings.get("accumulate", 1) > 1
 
 
 FIRST = World("the first run", is_looked_at=True)
 AGAIN = World("the same again", is_exact=True)
 
 
-def worlds_of(folder: Path, by_process: list[str], has_card: bool) -> tuple[list[World], World]:
+def worlds_of(folder: Path, by_process: list[str]) -> tuple[list[World], World]:
     """The worlds to compare with the first run, which is in this folder, and the one held still.
 
     What draws or computes by process gives other numbers if a batch is split otherwise, as the docs
@@ -86,8 +73,6 @@ def worlds_of(folder: Path, by_process: list[str], has_card: bool) -> tuple[list
         World("2 loader workers", {"num_workers": 2}),
         World("--accumulate 2", {"accumulate": 2}, still=still),
         World("2 processes", num_processes=2, still=still),
-        World("sharded over 2", env=ON_CPU | SHARDED, num_processes=2, still=still),
+        World("sharded over 2", env=SHARDED, num_processes=2, still=still),
     ]
-    if has_card:
-        worlds.append(World("on the card", env={}, still=still, floor=FLOOR_OF_CARD))
     return worlds, World("still", still=still)
