@@ -1,9 +1,6 @@
 """Export a finished run as a folder that works without this repository, and upload it."""
 
-import importlib.util
 import os
-import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,9 @@ from PIL import Image
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.plots import figures
 from trainkit.store.jsons import to_json
-from trainkit.store.records import last_evaluation, read_run_json
+from trainkit.store.records import last_evaluation
 
 TOLERANCE = 1e-5  # between PyTorch and onnxruntime, relative to the largest output
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TASKS = {  # the Hub's name of what a model does, by the "input" of the metadata
     "picture": "image-classification",
     "photo": "image-classification",
@@ -28,30 +24,24 @@ TASKS = {  # the Hub's name of what a model does, by the "input" of the metadata
 
 
 def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> Path:
-    """Write RUN_DIR/export/: model.onnx, weights, pictures, a model card. Return the folder.
+    """Write RUN_DIR/export/: model.onnx, weights, a picture, a model card. Return the folder.
 
     predictor: what predict.load_run returns. license: that of the weights, in the Hub's short form.
-    Raises UsageError if a package is missing or the run is incomplete, RunFailure if onnxruntime
-    gives other outputs than PyTorch.
+    Raises UsageError if the input is of another kind, RunFailure if onnxruntime gives other outputs
+    than PyTorch.
     """
     if predictor.metadata["input"] not in TASKS:
         raise UsageError(
             f"--export cannot take a model whose input is a {predictor.metadata['input']}: copy "
             "its run folder, which is all that predict.py and app.py need beside the scripts"
         )
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"--export needs more packages: pip install {' '.join(missing)}")
-    with as_usage_error(f"{run_dir} is not complete"):
-        run = read_run_json(run_dir)
-        metrics = last_evaluation(run_dir)
-        card = make_card(predictor, run_dir.resolve().name, run, metrics, license)
+    card = make_card(predictor, run_dir.resolve().name, last_evaluation(run_dir), license)
     folder = run_dir / "export"
     folder.mkdir(exist_ok=True)
     write_onnx(predictor, folder / "model.onnx")
     # In pretrained/, beside the weights of a photo's network, is what timm needs to load them.
     weights = run_dir / predictor.weights
-    pictures = [run_dir / name for name in ("confusion.png", "fit.png", "curves.png")]
-    for path in (weights, weights.with_name("config.json"), *pictures):
+    for path in (weights, weights.with_name("config.json")):
         if path.exists():
             shutil.copyfile(path, folder / path.name)
     # One to try the model with; of photos the last one has the smallest loss.
@@ -61,10 +51,8 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     return folder
 
 
-def make_card(
-    predictor: Any, name: str, run: dict[str, Any], metrics: dict[str, Any], license: str | None
-) -> Any:
-    """Return a huggingface_hub.ModelCard: what was measured, how, and how to run model.onnx.
+def make_card(predictor: Any, name: str, metrics: dict[str, Any], license: str | None) -> Any:
+    """Return a huggingface_hub.ModelCard: what was measured, and how to run model.onnx.
 
     What comes from the data stands in a block of code, in which nothing is markup.
     """
@@ -73,45 +61,30 @@ def make_card(
     metadata = predictor.metadata
     task = TASKS[metadata["input"]]
     measured = {key[5:]: metrics[key] for key in metrics if key.startswith("eval_")}
-    num_samples = measured.pop("samples")
     data = ModelCardData(
         model_name=name,
         license=license,
         pipeline_tag=task,
         tags=["onnx", "safetensors", "accelerate"],
-        metrics=[*measured],
         eval_results=[
             EvalResult(task, "custom", "evaluation set", metric, value)
             for metric, value in measured.items()
         ],
     )
-    # Of paths from the root, the home folder or the parent, only the last part is published.
-    words = [re.sub(r"^(.*=)?(/|~|\.\.|\w:).*[/\\]", r"\1", word) for word in run["command"]]
     answers = metadata.get("classes") or metadata["targets"]
-    inputs = predictor.example_inputs()
-    lines = {
-        "name": name,
-        "answers": ", ".join(answers),
-        **({"features": ", ".join(metadata["features"])} if "features" in metadata else {}),
-        "evaluated on": f"{num_samples} samples",
-        **{key: f"{value:.6g}" for key, value in measured.items()},
-        "command": shlex.join(["python", *words]),
-        "hardware": f"{run['world']}; {run['machine']}",
-        "versions": ", ".join(" ".join(pair) for pair in run["versions"].items()),
-        "license": license or "none was given for the weights",
-    }
+    lines = {"name": name, "answers": ", ".join(answers)}
+    lines |= {key: f"{value:.6g}" for key, value in measured.items()}
     block = "\n".join(f"    {key:13} {' '.join(value.split())}" for key, value in lines.items())
-    dtype = str(inputs.dtype).removeprefix("torch.")
+    inputs = predictor.example_inputs()
     shape = ", ".join(["n", *map(str, inputs.shape[1:])])
     meaning = "probabilities" if "classes" in metadata else "the targets"
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n"
         f"# A model trained with PyTorch and Accelerate\n\n{block}\n\n"
         "`model.onnx` has the preprocessing inside and needs neither PyTorch nor the code that\n"
-        f"trained it: its `inputs` are {dtype} ({shape}), its `outputs` (n, {len(answers)}) are "
-        f"{meaning}.\nWhat else is known is JSON in its metadata, under `trainkit`.\n"
-        "`model.safetensors` holds the weights for PyTorch. Nothing was measured on data from "
-        "elsewhere.\n"
+        f"trained it: its `inputs` are {inputs.dtype} ({shape}), its `outputs` (n, {len(answers)}) "
+        f"are {meaning}.\nWhat else is known is JSON in its metadata, under `trainkit`.\n"
+        "`model.safetensors` holds the weights for PyTorch.\n"
     )
 
 
