@@ -77,10 +77,7 @@ def test_a_difference_of_accuracy_is_called_chance_or_not(folders, tmp_path):
     good, same, bad, other = (tmp_path / name for name in ("good", "same", "bad", "other"))
     assert "no significant difference" in compare.compare_runs([good, same])
     text = compare.compare_runs([good, bad])
-    assert f"of 1000 pictures {good} alone gets 30 right, {bad} alone 0:\na significant " in text
+    assert f"of 1000 samples {good} alone gets 30 right, {bad} alone 0:\na significant " in text
     assert f"p = {2 / 2**30:.2g})" in text
-    assert compare.compare_runs([good, same, bad]).count("McNemar") == 3
-    for unlike in (other, folders[0]):  # other classes; other pictures
-        assert "different pictures: no test" in compare.compare_runs([good, unlike])
-    write_tensors(other / records.PREDICTIONS, tensors, {"targets": ["price"]})
-    assert "\n\n" not in compare.compare_runs([other, good])  # the table alone
+    for unlike in (other, folders[0]):  # other classes; other pictures: the table alone
+        assert "\n\n" not in compare.compare_runs([good, unlike])
