@@ -47,7 +47,6 @@ from trainkit.repairs.private_names import (
     tree_map_only,
     tree_map_with_path,
 )
-from trainkit.repairs.replaced import reader_of
 from trainkit.store.manifest import is_listed
 from trainkit.store.weights import numbered, separate
 from trainkit.text import first_sentence
@@ -193,9 +192,9 @@ def read_shards(parts: Parts, folder: Path) -> None:
 
     It does not communicate. Raises UsageError before any weight changes.
     """
-    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-    reader = reader_of(folder, lambda name: is_listed(f"state/{name}"))
+    reader = HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata
     rest = load_tree(folder / REST)
     stateful = {n.partition(".")[0]: x for n, x in parts.items() if not isinstance(x, dict)}

@@ -16,8 +16,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import accelerate.accelerator
@@ -242,24 +240,11 @@ def count_micro_batches_anew(accelerator: Accelerator) -> None:
     accelerator.step = 0
 
 
-def reader_of(folder: Path, is_read: Callable[[str], bool]) -> Any:
-    """torch's reader of the shards in a folder, which reads only files with such names.
-
-    By itself it opens whatever ends in .safetensors, also ._shard-00000.safetensors of a Mac.
-    """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    reader = HuggingFaceStorageReader(str(folder))
-    list_all = reader.fs.ls
-    reader.fs.ls = lambda path: [file for file in list_all(path) if is_read(Path(file).name)]
-    return reader
-
-
 def name_without_compiler(model: nn.Module) -> nn.Module:
     """Let weights have one name, whether torch.compile(...) wraps the model, layers, or nothing.
 
-    torch writes _orig_mod. into their names, so that a file of the one did not fit the other.
-    load_state_dict() accepts both names from here on. Returns the model.
+    torch writes _orig_mod. into their names. load_state_dict() accepts both names from here on.
+    Returns the model.
     """
 
     def rename(state: dict[str, Any], prefix: str, wrapped: str) -> None:
@@ -289,23 +274,20 @@ def skip_the_compiler() -> None:
     """Let optimizers and DistributedDataParallel work without importing torch's compiler.
 
     A start takes 1.1 s of CPU less, and a start of two processes 3.7 s. torch imports the compiler
-    to exempt some methods from compilation, in each step to break a graph that is being compiled,
-    and to ask how it would divide a DistributedDataParallel. Accelerate compiles only the model, so
-    this puts the plain methods in place from the start. Hooks on a step are still called.
+    to exempt methods from compilation. Accelerate compiles only the model, so this puts the plain
+    methods in place from the start. Hooks on a step are still called.
     """
     compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
     if compiles or "torch._dynamo" in sys.modules:
         return
-    optimizer = torch.optim.Optimizer
-    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        plain = inspect.unwrap(getattr(optimizer, name))
+    optimizer, parallel = torch.optim.Optimizer, nn.parallel.DistributedDataParallel
+    exempted = [getattr(optimizer, n) for n in ("add_param_group", "zero_grad", "state_dict")]
+    for method in (*exempted, optimizer.load_state_dict, parallel._inside_ddp_forward):
+        plain = inspect.unwrap(method)
         plain.__dynamo_disable = plain  # where torch._compile keeps the exempted method
     for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW has Adam's step
         if not hasattr(kind.step, "hooked"):  # the first optimizer of a kind wraps step for hooks
-            kind.step = _without_graph_breaks(inspect.unwrap(kind.step))
-    if hasattr(nn.parallel.DistributedDataParallel, "_inside_ddp_forward"):
-        forward = inspect.unwrap(nn.parallel.DistributedDataParallel._inside_ddp_forward)
-        forward.__dynamo_disable = forward
+            kind.step = torch.no_grad()(inspect.unwrap(kind.step))
     # DistributedDataParallel asks for it when it is made: this is torch's default.
     utils = Later("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
     torch._dynamo = Later("torch._dynamo", utils=utils)
@@ -321,15 +303,6 @@ class Later:
         return getattr(importlib.import_module(self.__dict__["module"]), name)
 
 
-def _without_graph_breaks(step: Callable) -> Callable:
-    @functools.wraps(step)
-    def plain(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
-            return step(self, *args, **kwargs)
-
-    return plain
-
-
 def look_for_lomo_once() -> None:
     """Tell Python once that lomo_optim is not installed, which Accelerate asks twice in each step.
 
@@ -342,25 +315,20 @@ def look_for_lomo_once() -> None:
 def look_only_at_what_is_imported() -> None:
     """Let accelerator.prepare ask for DTensors and sets of `datasets` without importing them.
 
-    It imports torch.distributed.tensor, and with it sympy, to see whether a weight is a DTensor: 4
-    of 13 s of a whole run on one GPU. Where several processes train it imports `datasets`, to see
-    whether a set is its IterableDataset: 0.4 s. As long as nothing else has imported them, none is.
+    With several processes it imports both, 1.1 s of CPU in each, to see whether a model or a set is
+    one of theirs. As long as nothing else has imported them, none is.
     """
-    _look_if_imported(accelerate.accelerator, "model_has_dtensor", "torch.distributed.tensor")
-    _look_if_imported(accelerate.data_loader, "is_datasets_available", "datasets")
+    for module, name, package in (
+        (accelerate.accelerator, "model_has_dtensor", "torch.distributed.tensor"),
+        (accelerate.data_loader, "is_datasets_available", "datasets"),
+    ):
+        look = inspect.unwrap(getattr(module, name))  # it may be replaced already
 
+        @functools.wraps(look)
+        def is_there(*args: Any, look: Callable = look, package: str = package) -> bool:
+            return package in sys.modules and look(*args)
 
-def _look_if_imported(module: ModuleType, name: str, package: str) -> None:
-    """Let module.name(...) be False as long as the package is not imported."""
-    look = getattr(module, name, None)
-    if look is None or hasattr(look, "__wrapped__"):
-        return
-
-    @functools.wraps(look)
-    def is_there(*args: Any) -> bool:
-        return package in sys.modules and look(*args)
-
-    setattr(module, name, is_there)
+        setattr(module, name, is_there)
 
 
 def launch_in_own_session() -> None:
