@@ -293,7 +293,7 @@ def test_a_save_returns_before_its_thread_and_has_the_log_and_sums_of_its_step(s
         training.setattr(run.checkpoints, "save", lambda progress: None)
         training.setattr(run.checkpoints.commits, "wait", lambda: None)
         run.train(3)
-        run.means.start_flush()
+        run.means.flush("train")
     assert not step(saved, 4).exists()  # a resume would take step 3
     go_on.set()
     run.checkpoints.commits.wait()

@@ -385,7 +385,7 @@ def test_processes_that_add_other_names_are_told_so():
     two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, gather=None, reduce=None)
     means = RunningMeans(two, lambda mine: [*mine, ["loss_b"]])
     means.add_all([("loss", torch.ones(()), 1)])
-    for call in (means.start_flush, means.state):
+    for call in (lambda: means.flush("train"), means.state):
         with pytest.raises(RuntimeError, match=r"got loss on one process and loss_b"):
             call()
 

@@ -121,9 +121,9 @@ class HostCopy:
 class RunningMeans:
     """Means of the values of an epoch over all processes. Adding does not wait for the device.
 
-    `add_all` adds up the values of each name on the device, in float64. `start_flush` adds these
-    sums up over the processes, and `end_flush` adds them to the totals of the epoch on the host; it
-    waits for the device. Every process must add the same names, in any order.
+    `add_all` adds up the values of each name on the device, in float64. `flush` adds these sums up
+    over the processes, and adds them to the totals of the epoch on the host; it waits for the
+    device. Every process must add the same names, in any order.
 
     Args:
         gather: like gather_object, which waits for a GPU; Signals.gather does not.
@@ -139,8 +139,6 @@ class RunningMeans:
         )
         self.counts: dict[str, int | torch.Tensor] = defaultdict(int)
         self.totals: dict[str, np.ndarray] = {}  # sum and count of the epoch, flushed
-        self.window: dict[str, np.ndarray] = {}  # the same of the last flush that has ended
-        self.flushing: tuple[list[str], HostCopy] | None = None  # of one that has not
 
     def add_all(self, values: Iterable[tuple[str, torch.Tensor, int | torch.Tensor]]) -> None:
         """For each name, add the sum of `count` values of this process, a scalar on the device."""
@@ -153,36 +151,30 @@ class RunningMeans:
         if sums:
             add_to_each(sums, totals)
 
-    def start_flush(self) -> None:
-        """Begin to flush what was added since the last flush. Every process must call this."""
-        self._arrive()
-        self.flushing = sorted(self.totals), HostCopy(self._reduce())
+    def flush(self, prefix: str) -> dict[str, float]:
+        """PREFIX_NAME: the means since the last flush. Every process must call this."""
+        window = self._window()
         self.sums.clear()
         self.counts.clear()
-
-    def end_flush(self, prefix: str) -> dict[str, float]:
-        """PREFIX_NAME: the means of the last flush, for which this waits."""
-        self._arrive()
-        return divide(prefix, self.window)
+        for name, pair in window.items():
+            self.totals[name] = self.totals[name] + pair
+        return divide(prefix, window)
 
     def compute(self, prefix: str) -> dict[str, float]:
         """PREFIX_NAME: the means of the epoch so far. Every process must call this.
 
         It flushes nothing, so an evaluation does not change the rounding of later means.
         """
-        self._arrive()
-        window = pairs_of(sorted(self.totals), self._reduce())
-        return divide(prefix, {name: self.totals[name] + window[name] for name in self.totals})
+        window = self._window()
+        return divide(prefix, {name: self.totals[name] + window[name] for name in window})
 
     def clear(self) -> None:
         """Start a new epoch."""
-        self._arrive()
         for values in (self.sums, self.counts, self.totals):
             values.clear()
 
     def state(self) -> dict[str, Any]:
         """Return the whole state, as JSON. Every process must call this."""
-        self._arrive()
         totals = {name: pair.tolist() for name, pair in self.totals.items()}
         return {"rows": gather_object([self._row().tolist()]), "totals": totals}
 
@@ -223,25 +215,11 @@ class RunningMeans:
             numbers += [self.sums[name], count.to(dtype)]
         return torch.stack(numbers) if numbers else torch.zeros(0, dtype=dtype, device=device)
 
-    def _reduce(self) -> torch.Tensor:
-        """The row of all processes together."""
-        return self.accelerator.reduce(self._row(), reduction="sum")
-
-    def _arrive(self) -> None:
-        """Add the sums of a flush that has not ended to the totals."""
-        if self.flushing is None:
-            return
-        names, copied = self.flushing
-        self.flushing = None
-        window = pairs_of(names, copied.read())
-        self.window = {name: window[name] for name in self.totals if name in window}
-        for name, pair in window.items():
-            self.totals[name] = self.totals[name] + pair
-
-
-def pairs_of(names: Sequence[str], row: torch.Tensor) -> dict[str, np.ndarray]:
-    """Sum and count of each name in a row of them all."""
-    return dict(zip(names, map(np.array, row.view(-1, 2).tolist()), strict=True))
+    def _window(self) -> dict[str, np.ndarray]:
+        """Sum and count of each name over all processes, since the last flush."""
+        row = self.accelerator.reduce(self._row(), reduction="sum")
+        pairs = dict(zip(sorted(self.totals), row.view(-1, 2).tolist(), strict=True))
+        return {name: np.array(pairs[name]) for name in self.totals}
 
 
 def divide(prefix: str, pairs: dict[str, np.ndarray]) -> dict[str, float]:

@@ -5,7 +5,7 @@ import shutil
 import sys
 import textwrap
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from trainkit.config import TrainingConfig, metric_and_direction
 from trainkit.launch import processes
-from trainkit.numbers.means import HostCopy, RunningMeans
+from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.orders import Length, Progress
 from trainkit.store.log import JsonlTracker, is_evaluation
 from trainkit.text import printable
@@ -23,16 +23,6 @@ NUM_LINES = 25  # of epochs are printed, if there are many; metrics.jsonl has al
 # The metrics that a person looks at first, by the ends of their names.
 READ_FIRST = ("accuracy", "rmse", "r2")
 QUIET_SECONDS = 60.0  # off a terminal, an epoch prints its position about this often
-
-
-class Row(NamedTuple):
-    """A row of metrics.jsonl whose losses and norms are on their way from the device."""
-
-    step: int
-    epoch: int
-    means: RunningMeans
-    rates: dict[str, float]
-    norms: dict[str, HostCopy]
 
 
 class Reporter:
@@ -47,7 +37,6 @@ class Reporter:
         self.num_done_at_start = 0  # samples of this epoch that were trained on before
         self.started_at = self.train_seconds = self.evaluated_at = self.said_at = 0.0
         self.last_loss = ""
-        self.row: Row | None = None  # of metrics.jsonl, begun and not written yet
 
     def print(self, text: str) -> None:
         """Print on the main process."""
@@ -77,35 +66,22 @@ class Reporter:
             )
         self.bar.set_description_str(desc)
 
-    def start_row(
+    def write_row(
         self,
         progress: Progress,
         means: RunningMeans,
         rates: dict[str, float],
         norms: dict[str, torch.Tensor],
     ) -> None:
-        """Begin a row of metrics.jsonl: the losses since the last one, and of this step the rest.
+        """Write a row of metrics.jsonl: the losses since the last one, and of this step the rest.
 
-        A device is still computing these numbers, so end_row waits for it and writes the row. Every
-        process must call this.
+        It waits for the device. Every process must call this.
         """
-        self.end_row()
-        means.start_flush()
-        copies = {name: HostCopy(norm) for name, norm in norms.items()}
-        self.row = Row(progress.step, progress.epoch, means, rates, copies)
-        if self.accelerator.device.type == "cpu":
-            self.end_row()
-
-    def end_row(self) -> None:
-        """Write the row that has begun, if there is one."""
-        if self.row is None:
-            return
-        step, epoch, means, rates, norms = self.row
-        self.row = None
-        flushed = means.end_flush("train")
+        flushed = means.flush("train")
         losses = {name: mean for name, mean in flushed.items() if name.startswith("train_loss")}
-        numbers = {name: norm.read().item() for name, norm in norms.items()}
-        self.accelerator.log({"epoch": epoch, **losses, **rates, **numbers}, step=step)
+        numbers = {name: norm.item() for name, norm in norms.items()}
+        row = {"epoch": progress.epoch, **losses, **rates, **numbers}
+        self.accelerator.log(row, step=progress.step)
         texts = [f"{name} {loss:.4f}" for name, loss in losses.items()]
         self.last_loss = ", ".join(texts)
         self.bar.set_postfix_str("".join(texts[:1]))  # more would leave no room for the bar

@@ -247,7 +247,6 @@ class Run:
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
                 yield from self._steps_to_evaluation(loader, count)
             self.step.check_weights()
-            self.log.end_row()
             self.profile.end()
             self.log.stop()
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
@@ -370,9 +369,8 @@ class Run:
         self.ema.update(progress.step)
         self.profile.end_step()
         self.log.bar.update()
-        self.log.end_row()  # of an earlier step, which a device has done meanwhile
         if progress.step % length.log_every == 0:
-            self.log.start_row(progress, self.means, self.step.rates, self.step.norms)
+            self.log.write_row(progress, self.means, self.step.rates, self.step.norms)
         self.log.say_where(progress.epoch, length.num_done(progress), length.num_used)
         if length.is_over(progress):
             return False
@@ -387,7 +385,6 @@ class Run:
         self.profile.end()
         with self.ema.trained_weights():
             self.step.check_weights()
-            self.log.end_row()
             self.checkpoints.save(self.progress)
         self.prepared.note(self.progress.state)
         if self.signals.stopping:
