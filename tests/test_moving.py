@@ -14,7 +14,7 @@ from saving import Run as SmallRun
 from saving import step as step_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from trainkit.checkpoints import parts
 from trainkit.checkpoints.changes import Marks
@@ -285,5 +285,3 @@ def test_a_set_is_told_the_epoch_where_its_samples_are_made(accelerator, workers
     with batches_of(eval_loader).read_by_run():
         assert {int(row[1]) for batch in eval_loader for row in batch} == {0}
     end_workers(accelerator)
-    with refused("a Subset of a set with set_epoch"):
-        make_loaders(accelerator, Subset(Epochal(), [0]), Epochal(), config)

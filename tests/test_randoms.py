@@ -73,8 +73,8 @@ def test_numbers_drawn_for_many_batches_at_once_are_those_of_each_batch(
                 assert torch.equal(drawn, draw(1, epoch, indices.clone(), 3, stream))
                 drawn.zero_()  # a script may change what it gets
     of_batches = [given for given in calls if len(given[1]) <= 40 // num_processes]
-    assert len(calls) - len(of_batches) == 4  # two streams and two epochs, from the second batch on
-    assert len(of_batches) == 100 + 4  # of the copies, and the first of each
+    assert len(calls) - len(of_batches) == 4  # two streams and two epochs
+    assert len(of_batches) == 100  # of the copies
 
 
 def test_an_order_that_returns_pieces_of_one_tensor_has_the_numbers_of_each_sample():

@@ -2,7 +2,7 @@
 
 Random numbers for a sample, such as its augmentation, depend on (seed, epoch, sample) alone. So a
 resumed run, and runs with other numbers of workers or processes, see the same samples in the same
-order with the same augmentation. (For data sets that make whole batches see WholeBatches.)
+order with the same augmentation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,6 @@ from torch.utils.data import (
 )
 
 from trainkit.config import TrainingConfig
-from trainkit.errors import UsageError
 from trainkit.launch.signals import outlive_signals
 from trainkit.numbers.orders import Order, num_used, weighted
 from trainkit.numbers.randoms import NUM_HELD, key, permute, remember_order, seed_host
@@ -35,9 +34,8 @@ class Slots:
     """The slots of a batch, and the sample indices in them. A short batch fills only some slots.
 
     len() counts the slots, because Accelerate gives each process a slice of every batch and needs
-    all batches to be equally long. share_of_batch says which samples of a short batch are in a
-    slice. A process gets no sample only if there are fewer samples than processes; the main process
-    always gets at least one.
+    all batches to be equally long. A process gets no sample only if there are fewer samples than
+    processes; the main process always gets at least one.
     """
 
     def __init__(self, values: torch.Tensor | Sequence[int], num_slots: int):
@@ -72,9 +70,9 @@ class EpochBatches(Sampler):
     """Batches of sample indices whose order is a function of (seed, epoch, position) alone.
 
     A batch is a `Slots`, a micro-batch for all processes; Accelerate gives each process its slice
-    (split_batches=True). A short last batch of an epoch is either dropped or shared out as it is:
-    no sample comes twice, and all processes have equally many batches, so that none is left
-    waiting. Time and memory do not depend on the number of samples.
+    (split_batches=True). A short last batch of an epoch is dropped or shared out as it is: no
+    sample comes twice, and all processes have equally many batches. Time and memory do not depend
+    on the number of samples.
 
     Args:
         num_samples: size of the data set.
@@ -119,11 +117,7 @@ class EpochBatches(Sampler):
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # seen by loader workers
 
     def set_position(self, epoch: int, num_done: int) -> None:
-        """Let the next iteration start in `epoch` after the first `num_done` samples.
-
-        The order is computed from there and nothing is skipped through, so a resume in the middle
-        of an epoch costs nothing.
-        """
+        """Let the next iteration start in `epoch` after the first `num_done` samples, at once."""
         self.epoch.fill_(epoch)
         self.start = min(num_done, self.num_used)
 
@@ -179,8 +173,7 @@ class EpochBatches(Sampler):
 class InMemory(TensorDataset):
     """Tensors of equal length. A batch is the rows of each tensor at its indices, and the indices.
 
-    A single item is one row of each tensor, without the index. A batch is made by one index_select
-    per tensor, so no Python code runs per sample.
+    A single item is one row of each tensor, without the index.
     """
 
     def __getitems__(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -200,22 +193,18 @@ class InMemory(TensorDataset):
 class WholeBatches(Dataset):
     """The data set that a loader reads. Each item is a whole batch of `dataset`, or a short one.
 
-    A process may get no sample of a short batch. It then gets a padding sample, the first one of
-    the set, so that it takes part in the step whatever a batch is made of; Run does not count it.
-    The generators of torch, numpy and random are seeded before each call. For `dataset.__getitem__`
-    the seed is (seed, epoch, sample index), so random transforms give the same result with any
-    number of workers and processes. For `dataset.__getitems__` it is (seed, epoch, first sample
-    index, length), so they give the same result in every run with this number of processes and
-    micro-batches. For `dataset.make_batch` nothing is seeded, so it must not use random numbers.
-    The method of the most derived class that has one of the three is used, because a subclass may
-    inherit a faster method and override `__getitem__`. A datasets.Dataset with a transform is read
-    sample by sample.
+    A process that gets no sample of a short batch gets a padding sample, the first one of the set,
+    so that it takes part in the step; Run does not count it. The generators of torch, numpy and
+    random are seeded before each call. For `dataset.__getitem__` the seed is (seed, epoch, sample
+    index), so random transforms give the same result with any number of workers and processes. For
+    `dataset.__getitems__` it is (seed, epoch, first sample index, length), so they give the same
+    result in every run with this number of processes and micro-batches. For `dataset.make_batch`
+    nothing is seeded, so it must not use random numbers.
 
     Args:
         epoch: of the samples, shared with loader workers.
-        tells_epoch: whether dataset.set_epoch(epoch), if there is one, is called before samples are
-            made, in the process that makes them: a worker never sees a call in the training
-            process.
+        tells_epoch: call dataset.set_epoch(epoch), if there is one, in the process that makes
+            samples: a worker never sees a call in the training process.
     """
 
     def __init__(
@@ -279,8 +268,9 @@ def has_transform(dataset: Dataset) -> bool:
 def batch_method(dataset: Dataset, may_make_batch: bool) -> str:
     """The name of the method that makes samples, from the most derived class that has one.
 
-    __getitems__ of Subset and StackDataset merely delegates, and a datasets.Dataset gives all
-    samples to its transform at once. Random transforms must be seeded for each sample.
+    A subclass may inherit a faster method and override `__getitem__`. __getitems__ of Subset and
+    StackDataset merely delegates, and a datasets.Dataset gives all samples to its transform at
+    once, but random transforms must be seeded for each sample.
     """
     passes_on = isinstance(dataset, Subset | StackDataset) or has_transform(dataset)
     names = ["make_batch"] * may_make_batch + ["__getitems__"] * (not passes_on) + ["__getitem__"]
@@ -306,14 +296,17 @@ def make_loaders(
     it also has `make_batch` and no collate_fn is given, that makes whole batches from a tensor of
     indices, in the training process; --num-workers is then ignored. A set with make_batch, `nbytes`
     of at most MAX_DEVICE_BYTES and a `to(device)` of its own class is moved to a GPU once, as
-    InMemory is; what that method returns is read, the set itself if it stays. collate_fn makes a
-    batch from a list of samples, but not of InMemory. If the training set has set_epoch, its loader
-    calls it with the epoch in the process that makes samples. Batch sizes are over all processes;
-    --eval-batch-size is rounded up to a multiple of their number. weights has one number per
-    training sample: how often it is drawn, with replacement, relative to the others.
-    order(epoch, start, stop) is a pure function, so nothing of it needs to be saved. It returns the
-    indices, int64, at start <= position < stop of an epoch, which has as many positions as there
-    are training samples. Raises UsageError for weights that cannot be used.
+    InMemory is. If the training set has set_epoch, its loader calls it with the epoch in the
+    process that makes samples. Batch sizes are over all processes; --eval-batch-size is rounded up
+    to a multiple of their number.
+
+    Args:
+        collate_fn: makes a batch from a list of samples, but not of InMemory.
+        weights: how often each training sample is drawn, with replacement, relative to the others.
+        order: a pure function order(epoch, start, stop), which returns the indices, int64, at
+            start <= position < stop of an epoch, with as many positions as training samples.
+
+    Raises UsageError for weights that cannot be used.
     """
     if weights is not None:
         order = weighted(weights, len(train_set), config.seed)
@@ -328,12 +321,10 @@ def make_loaders(
     num_processes = accelerator.num_processes
     eval_batch_size = -(-config.eval_batch_size // num_processes) * num_processes
     eval_batches = EpochBatches(len(eval_set), eval_batch_size, num_processes=num_processes)
-    pairs = ((train_set, train_batches), (eval_set, eval_batches))
-    train_loader, eval_loader = (
-        make_loader(accelerator, dataset, batches, config, collate_fn, batches is train_batches)
-        for dataset, batches in pairs
+    return (
+        make_loader(accelerator, train_set, train_batches, config, collate_fn),
+        make_loader(accelerator, eval_set, eval_batches, config, collate_fn),
     )
-    return train_loader, eval_loader
 
 
 def make_loader(
@@ -342,18 +333,13 @@ def make_loader(
     batches: EpochBatches,
     config: TrainingConfig,
     collate_fn: Callable[[list], Any] | None,
-    tells_epoch: bool,
 ) -> DataLoader:
-    """Make a loader of these batches. tells_epoch: see WholeBatches."""
-    if tells_epoch and hasattr(getattr(dataset, "dataset", None), "set_epoch"):  # of a Subset
-        raise UsageError(
-            f"the training set is a {type(dataset).__name__} of a set with set_epoch, which is "
-            "called of the training set alone: give that one the method, and let it pass the epoch "
-            "on"
-        )
+    """Make a loader of these batches, which have a seed if they are to train with."""
     batches.is_read_by_run = False  # until Run reads it
     dataset = on_device(accelerator, dataset, batches, config, collate_fn)
-    whole = WholeBatches(dataset, collate_fn, config.seed, batches.epoch, tells_epoch)
+    whole = WholeBatches(
+        dataset, collate_fn, config.seed, batches.epoch, tells_epoch=batches.seed is not None
+    )
     # make_batch only copies rows: that is faster here than passing a batch from a worker.
     num_workers = 0 if whole.method == "make_batch" else config.num_workers
     return DataLoader(

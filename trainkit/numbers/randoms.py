@@ -5,7 +5,7 @@ import math
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from trainkit.repairs.private_names import version_of
 
 NUM_HELD = 2**18  # longer orders are computed in parts of at most this many numbers
 NUM_AT_ONCE = 2**16  # numbers that are drawn for the samples that come next
-MOST_USES = 16  # of random numbers for the samples of an order
+MOST_USES = 16  # of the bits that are kept for an order
 GOLDEN = 0x9E3779B97F4A7C1  # odd; 5 * GOLDEN still fits into int64
 NUM_ROUNDS = 6  # of the Feistel network; with 4, neighbours too often stay neighbours
 
@@ -92,17 +92,13 @@ def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class KnownOrder:
-    """Indices of samples in the order in which batches have them, and what was drawn for them.
-
-    Of numbers that depend on the sample alone it does not matter when they are drawn. Drawn for
-    many batches, a step starts one operation on a GPU in place of 18, and they are the same bits.
-    """
+    """Indices of samples in the order in which batches have them, and what was drawn for them."""
 
     def __init__(self, indices: torch.Tensor):
         self.indices = indices
         self.version = version_of(indices)
-        # By use: a place in this order, and the numbers from there on, once they are drawn.
-        self.drawn: dict[Hashable, tuple[int, torch.Tensor | None]] = {}
+        # By key and number of columns: a place in this order, and the bits from there on.
+        self.drawn: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
 
     def place_of(self, indices: torch.Tensor) -> int:
         """Where they begin; -1 unless they are a piece of this order, which nobody has changed."""
@@ -112,7 +108,7 @@ class KnownOrder:
             and indices.dtype == self.indices.dtype
             and indices.stride() == (1,)
             and version_of(indices) == self.version
-            and place + len(indices) <= len(self.indices)
+            and 0 <= place <= len(self.indices) - len(indices)
         )
         return place if is_piece else -1
 
@@ -125,32 +121,24 @@ def remember_order(indices: torch.Tensor) -> None:
     _known.append(KnownOrder(indices))
 
 
-def draw(
-    use: Hashable, indices: torch.Tensor, num: int, make: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Return make(indices), which is drawn early from the second batch on that has this use.
+def _bits_of(number: int, indices: torch.Tensor, num: int) -> torch.Tensor:
+    """Return _bits(number, indices, num), drawn for many batches if it is known which come next.
 
-    Args:
-        use: what else the numbers depend on.
-        num: of numbers for each sample.
-        make: returns a row for each of the indices, which depends on this index alone.
+    A step then starts one operation on a GPU in place of 15, and they are the same bits.
     """
     orders = () if torch.compiler.is_compiling() else reversed(_known)
     order = next((order for order in orders if order.place_of(indices) >= 0), None)
     if order is None:
-        return make(indices)
+        return _bits(number, indices, num)
     place = order.place_of(indices)
-    start, numbers = order.drawn.get(use, (place + 1, None))
-    if place < start:  # perhaps nothing follows
-        order.drawn[use] = place, None
-        if len(order.drawn) > MOST_USES:
-            del order.drawn[next(iter(order.drawn))]
-        return make(indices)
-    if numbers is None or place + len(indices) > start + len(numbers):
+    start, bits = order.drawn.pop((number, num), (0, indices[:0]))
+    if not start <= place <= start + len(bits) - len(indices):
         num_rows = max(len(indices), NUM_AT_ONCE // max(1, num))
-        start, numbers = place, make(order.indices[place : place + num_rows])
-        order.drawn[use] = start, numbers
-    return numbers[place - start :][: len(indices)].clone()  # which a script may change
+        start, bits = place, _bits(number, order.indices[place : place + num_rows], num)
+    order.drawn[number, num] = start, bits
+    if len(order.drawn) > MOST_USES:
+        del order.drawn[next(iter(order.drawn))]
+    return bits[place - start :][: len(indices)].clone()  # which a script may change
 
 
 def seed_host(number: int) -> None:
@@ -163,8 +151,7 @@ def seed_host(number: int) -> None:
 def seed_generators(device: torch.device, number: int) -> None:
     """Seed the generators of numpy, of random, and of torch on the CPU and on this device."""
     seed_host(number)
-    # torch.manual_seed seeds every kind of device, and one that is not initialised yet stores each
-    # call, with its stack, for later.
+    # torch.manual_seed would seed every kind of device, also those that are not used.
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(number)
 
@@ -186,12 +173,8 @@ def keyed_uniform(
     Returns:
         float32 of shape (n, num) on the device of `indices`.
     """
-    number = _key_of("uniform", seed, epoch, num, stream)
-
-    def make(rows: torch.Tensor) -> torch.Tensor:
-        return _bits(number, rows, num).float().clamp(min=0.5) / 2**24  # 0 is not in (0, 1)
-
-    return draw((number, num), indices, num, make)
+    bits = _bits_of(_key_of("uniform", seed, epoch, num, stream), indices, num)
+    return bits.float().clamp(min=0.5) / 2**24  # 0 is not in (0, 1)
 
 
 def keyed_normal(
@@ -202,9 +185,7 @@ def keyed_normal(
     They share no bits with those of keyed_uniform, are equal on all devices to float rounding, and
     reach up to 5.4 in size.
     """
-    number = _key_of("normal", seed, epoch, num, stream)
-    # Only the bits are drawn early: erfinv may round differently at another place in a tensor.
-    bits = draw((number, num), indices, num, lambda rows: _bits(number, rows, num))
+    bits = _bits_of(_key_of("normal", seed, epoch, num, stream), indices, num)
     # (2 * bits + 1) / 2**24 - 1, exact in float32, symmetric and never -1 or 1.
     return torch.erfinv((2 * bits + 1 - 2**24).float() / 2**24) * math.sqrt(2)
 
@@ -218,13 +199,11 @@ def _key_of(kind: str, seed: int, epoch: int, num: int, stream: str | int | None
 class Dropout(nn.Dropout):
     """nn.Dropout with the same masks for any number of processes and micro-batches.
 
-    In a model that Run trains, a mask depends on seed, epoch, step and the number of
-    the sample in the step, whichever process has it. Elsewhere this is nn.Dropout. Inputs are
-    (samples, ...), with the same sizes on all processes, or torch.cat of k such inputs, as the
-    views of a sample are: k blocks with a row for each sample in each. Rows that stand sample by
-    sample instead need `.unflatten(0, (-1, k))` before this layer. It may be called once per
-    micro-batch. Raises RuntimeError for another number of rows, or if it is called again, as
-    gradient checkpointing does: use nn.Dropout there.
+    In a model that Run trains, a mask depends on seed, epoch, step and the number of the sample in
+    the step, whichever process has it. Elsewhere this is nn.Dropout. Inputs are (samples, ...),
+    with the same sizes on all processes, or torch.cat of k such inputs, as the views of a sample
+    are: k blocks with a row for each sample in each. Raises RuntimeError for another number of
+    rows, or if it is called twice in a micro-batch, as gradient checkpointing does.
     """
 
     # In a run: the key of step and layer, and the number of the first sample in the step; int64.
@@ -269,8 +248,7 @@ def seed_dropout(
         if layer.key_and_first is None:
             layer.key_and_first = torch.zeros(2, dtype=torch.int64, device=device)
         layer.key_and_first[0], layer.key_and_first[1] = key("dropout", number, *position), first
-        # A process without a sample is given one that does not count.
-        layer.num_samples = 1 if num_samples == 0 else num_samples
+        layer.num_samples = 1 if num_samples == 0 else num_samples  # 1: a padding sample
         layer.drawn = False
 
 
