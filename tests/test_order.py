@@ -50,11 +50,10 @@ def test_a_mixture_has_nine_of_ten_and_each_sample_in_its_turn():
     assert not torch.equal(turns[0], turns[1]) and not torch.equal(turns[4], turns[5])
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
-@pytest.mark.parametrize("num", [99, 100, 101, 119, 120])
-def test_an_order_is_computed_for_many_batches_at_once(num_processes, num, monkeypatch):
+@pytest.mark.parametrize("num", [99, 119, 120])
+def test_an_order_is_computed_for_many_batches_at_once(num, monkeypatch):
     monkeypatch.setattr(loaders, "NUM_COMPUTED", 36)
-    batches = EpochBatches(num, 12, seed=0, num_processes=num_processes)
+    batches = EpochBatches(num, 12, seed=0)
     asked, order = [], batches.order
     batches.order = lambda *place: asked.append(place) or order(*place)
     seen = [batch.values for batch in batches]
@@ -117,7 +116,7 @@ def test_dropout_outside_of_training_is_that_of_torch_and_a_wrong_call_is_refuse
         drawn.append(one(ones))
     assert torch.equal(*drawn)
     everything = Dropout(1.0)
-    seed_dropout([everything], CPU, 0, 1)
+    seed_dropout([everything], CPU, 0, 1, num_samples=6)
     assert not everything(ones).any()
 
 

@@ -82,8 +82,8 @@ class EpochBatches(Sampler):
             epoch, int64; None yields each sample once, shuffled by seed.
         drop_last: leave out the last num_samples % batch_size samples of each epoch.
         accumulate: micro-batches per optimizer step; divides batch_size.
-        num_processes: no batch has fewer samples, if that is possible; without seed and order. So
-            no process gets a padding sample, which a metric of the script's own would count.
+        num_processes: no batch to evaluate has fewer samples, if that is possible, so that no
+            process gets a padding sample, which a metric of the script's own would count.
 
     Attributes:
         device: the device of the indices.
@@ -147,10 +147,9 @@ class EpochBatches(Sampler):
     def __iter__(self) -> Iterator[Slots]:
         if not self.is_read_by_run:
             raise RuntimeError(
-                "a loader of make_loaders(...) was iterated by hand, which would count the padding "
-                "sample of a process that gets none of a short batch: use "
-                "run.steps(train_loader) to train, and run.predict(loader, function) to collect "
-                "what function(batch) returns for each sample"
+                "a loader of make_loaders(...) was iterated by hand, which would count padding "
+                "samples: use run.steps(train_loader) to train, and run.predict(loader, function) "
+                "to collect what function(batch) returns for each sample"
             )
         epoch = int(self.epoch)
         num_computed = self.batch_size * max(1, NUM_COMPUTED // self.batch_size)
@@ -238,11 +237,10 @@ class WholeBatches(Dataset):
         if self.method == "make_batch":
             return self.dataset.make_batch(indices)
         if self.method == "__getitems__":
+            if getattr(type(self.dataset), self.method) is not InMemory.__getitems__:  # it may draw
+                self._seed(int(indices[0]), len(indices))
             if isinstance(self.dataset, InMemory):
-                if type(self.dataset).__getitems__ is not InMemory.__getitems__:  # it may draw
-                    self._seed(int(indices[0]), len(indices))
                 return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
-            self._seed(int(indices[0]), len(indices))
             samples = self.dataset.__getitems__(indices.tolist())
         elif type(self.dataset) in (list, tuple):
             # Reading one draws nothing; a collate_fn that draws has the seed of the last, as below.
@@ -362,10 +360,7 @@ def on_device(
     config: TrainingConfig,
     collate_fn: Callable[[list], Any] | None,
 ) -> Any:
-    """Move a set and the indices of its batches to the GPU, if that is possible and it fits.
-
-    Else the host copies the samples of each batch twice, and the GPU waits for kernels meanwhile.
-    """
+    """Move a set and the indices of its batches to the GPU, if that is possible and it fits."""
     if accelerator.device.type != "cuda":
         return dataset
     is_movable = type(dataset) is InMemory and config.num_workers == 0

@@ -48,9 +48,8 @@ def sum_and_count(
     """Return the sum and the number of the values, or of those where `mask` is True.
 
     With weights, return the sum of weights * values and the sum of weights. The host does not wait.
-    dtype: of the sums, as in sum_of.
     Of a padding sample, in a process that has no other, nothing counts; the sum keeps its graph
-    and its gradient is 0.
+    and its gradient is 0. dtype: of the sums, as in sum_of.
     """
     selection = mask if weights is None else weights
     if selection is not None:
@@ -82,10 +81,7 @@ def select(
     mask: Selection = None,
     weights: Selection = None,
 ) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
-    """Yield each name with its values and what selects from them: {}, or its mask or weights.
-
-    Raises RuntimeError if a mask or weights are for a name that is not among the values.
-    """
+    """Yield each name with its values and what selects from them: {}, or its mask or weights."""
     chosen: dict[str, dict[str, torch.Tensor]] = {name: {} for name in values}
     for kind, selection in (("mask", mask), ("weights", weights)):
         if isinstance(selection, torch.Tensor):
@@ -93,8 +89,7 @@ def select(
         for name, tensor in (selection or {}).items():
             if name not in values:
                 raise RuntimeError(
-                    f"{call} got {kind}= for {name!r}, but values only of {', '.join(values)}: "
-                    "name what it selects from"
+                    f"{call} got {kind}= for {name!r}, but values only of {', '.join(values)}"
                 )
             chosen[name][kind] = tensor
     for name, value in values.items():
@@ -232,11 +227,8 @@ def divide(prefix: str, pairs: dict[str, np.ndarray]) -> dict[str, float]:
 class Divisors:
     """What each mean of a step is divided by: its own count, over processes and micro-batches.
 
-    The gradients of a step are added up, so each count must be known before the first backward:
-
-    * Without a mask it follows from the number of samples in the step.
-    * With --accumulate 1 it is summed over the processes at once.
-    * With more micro-batches, count= of run.steps gives it before the first.
+    The gradients of a step are added up, so each count must be known before the first backward. A
+    mask's count is summed over the processes, or, with several micro-batches, given by count=.
 
     Attributes:
         given: what count= gave, by name: for each micro-batch of this process, for the whole step.
@@ -268,8 +260,7 @@ class Divisors:
             if any(theirs != names for theirs in everybody):
                 raise RuntimeError(
                     "count= of run.steps(...) returned other names for one micro-batch than for "
-                    "another, or on another process: return each name always, with 0 where nothing "
-                    "counts"
+                    "another, or on another process: return each name always, even if it is 0"
                 )
             rows = [
                 torch.stack([torch.as_tensor(part[name], device=device).sum() for name in names])
@@ -300,8 +291,6 @@ class Divisors:
             mask_or_weights: what selects from them.
             over: the name by which count= gives its count.
             micro_batch: its number in the step.
-
-        Raises UsageError if the count is needed and count= was not given.
         """
         if mask_or_weights is None and over is None:
             return count
@@ -311,10 +300,9 @@ class Divisors:
         if mask_or_weights is not None and not self.given:
             raise UsageError(
                 f"--accumulate {self.accumulate}: a mean with mask= or weights= is divided by how "
-                "many values count in all micro-batches of the step, which must be known before "
-                "the first backward: give run.steps(train_loader, count=function) a function that "
-                "returns this number for a micro-batch (docs/loop.md, Several means), or use "
-                "--accumulate 1"
+                "many values count in all micro-batches of the step: give run.steps(train_loader, "
+                "count=function) a function that returns this number for a micro-batch "
+                "(docs/loop.md, Several means), or use --accumulate 1"
             )
         if mask_or_weights is None or over not in self.given:
             raise RuntimeError(
@@ -330,10 +318,7 @@ class Divisors:
         return total + (total == 0)
 
     def check(self) -> None:
-        """Raise RuntimeError if what count= gave is not what the masks select.
-
-        Every process must call this.
-        """
+        """Raise RuntimeError if count= gave other numbers. Every process must call this."""
         for name, number in self.miscounted.items():
             if self._sum(number) > 0:
                 over = "" if name is None else f", over={name!r}"

@@ -31,8 +31,7 @@ def make_optimizer(
     "weight_decay". A schedule keeps the ratios of the learning rates.
 
     It is not fused under fp16, because GradScaler lets a fused optimizer skip a step by itself, and
-    Accelerate then counts the skipped step as made. None leaves the choice to torch, which uses its
-    foreach kernels on a GPU.
+    Accelerate then counts the skipped step as made.
     """
     sharded_sgd = config.optimizer == "sgd" and accelerator.is_fsdp2  # torch cannot fuse it
     options: dict[str, Any] = {
@@ -92,12 +91,10 @@ def make_scheduler(
 ) -> lr_scheduler.LRScheduler:
     """Make a schedule that is stepped once per optimizer step.
 
-    onecycle rises to the peak in the warm-up and falls to 0 (OneCycleLR, Smith and Topin 2017). The
-    others are products of a linear rise to 1 in the warm-up, a factor of gamma per epoch
-    (ExponentialLR), and a cosine that falls to 0 in half a period and rises again
-    (CosineAnnealingLR, Loshchilov and Hutter 2016). linear falls from the end of the warm-up to 0
-    at the end of the run, as transformers' get_linear_schedule_with_warmup does. With --decay the
-    rate falls so in the last of the steps alone (warm-up, stable, decay: Hu et al. 2024,
+    onecycle is OneCycleLR (Smith and Topin 2017). The others are products of a linear rise in the
+    warm-up, a factor of gamma per epoch, and a cosine that falls to 0 in half a period and rises
+    again (Loshchilov and Hutter 2016). linear falls from the end of the warm-up to 0 at the end of
+    the run; with --decay the rate falls so in the last of the steps alone (Hu et al. 2024,
     arXiv:2404.06395). With --min-learning-rate the rate falls to that instead of 0.
     """
     total_steps = config.epochs * steps_per_epoch
@@ -138,7 +135,8 @@ def keep_when_loading(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer keep its kernels, and the layout of its state, when a state is loaded.
 
     A saved parameter group also records whether it was fused, which depends on the precision of the
-    run that saved it.
+    run that saved it. Raises UsageError, when loading, if shapes differ and the kernel is fused: a
+    fused kernel would read beyond the end of the state.
     """
     optimizer.register_load_state_dict_pre_hook(_keep_kernels)
     optimizer.register_load_state_dict_post_hook(_fit_state)
@@ -150,11 +148,7 @@ def _keep_kernels(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> No
 
 
 def _fit_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give loaded state the memory layout of its weight.
-
-    Raises UsageError if shapes differ and the kernel is fused: a fused kernel does not check
-    shapes, and would read beyond the end of the state.
-    """
+    """Give loaded state the memory layout of its weight."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             state = optimizer.state.get(weight, {})

@@ -161,10 +161,9 @@ def keyed_uniform(
 ) -> torch.Tensor:
     """Uniform numbers in (0, 1) that depend only on the arguments and each sample's index.
 
-    The bits are the same on every device, and in whatever batch a sample is. Calls with another
-    seed, epoch, num or stream share no numbers, so two uses with the same num, such as two views of
-    a picture, need a stream each. The generator is counter-based: the 64-bit finalizer of
-    splitmix64 (Steele, Lea, Flood 2014).
+    The bits are the same on every device. Calls with another seed, epoch, num or stream share no
+    numbers, so two uses with the same num, such as two views of a picture, need a stream each. The
+    generator is counter-based: the 64-bit finalizer of splitmix64 (Steele, Lea, Flood 2014).
 
     Args:
         indices: int64 of shape (n,).
@@ -208,7 +207,7 @@ class Dropout(nn.Dropout):
 
     # In a run: the key of step and layer, and the number of the first sample in the step; int64.
     key_and_first: torch.Tensor | None = None
-    num_samples: int | None = None  # of this process in the micro-batch
+    num_samples = 1  # of this process in the micro-batch
     drawn = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -220,7 +219,7 @@ class Dropout(nn.Dropout):
                 "nn.Dropout there"
             )
         self.drawn = True
-        num = self.num_samples or max(1, len(inputs))
+        num = self.num_samples
         if len(inputs) % num:
             raise RuntimeError(
                 f"trainkit's Dropout got {len(inputs)} rows for a batch of {num} samples: it needs "
@@ -233,22 +232,17 @@ class Dropout(nn.Dropout):
 
 
 def seed_dropout(
-    layers: Sequence[Dropout],
-    device: torch.device,
-    first: int,
-    *position: int,
-    num_samples: int | None = None,
+    layers: Sequence[Dropout], device: torch.device, first: int, *position: int, num_samples: int
 ) -> None:
     """Choose the masks of a forward pass by the position: seed, epoch and step of the epoch.
 
-    `first` is the number in the step of this process's first sample, of num_samples (None: as many
-    as the layers get rows). The masks are the same for any number of processes and micro-batches.
+    `first` is the number in the step of this process's first sample, of num_samples.
     """
     for number, layer in enumerate(layers):
         if layer.key_and_first is None:
             layer.key_and_first = torch.zeros(2, dtype=torch.int64, device=device)
         layer.key_and_first[0], layer.key_and_first[1] = key("dropout", number, *position), first
-        layer.num_samples = 1 if num_samples == 0 else num_samples  # 1: a padding sample
+        layer.num_samples = max(1, num_samples)  # the padding sample
         layer.drawn = False
 
 
