@@ -7,9 +7,8 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -131,23 +130,6 @@ def test_a_launch_that_cannot_be_is_refused_in_one_sentence(variables, num_gpus,
         with refused(words):
             launch.check_launch()
         assert is_main_rank()  # whose sentence is printed
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--gradient-clipping=1.0", "clipping=1.0: .* give .*--clip-norm to the script"),
-        ("--zero_stage 3", "zero_stage: .* leave it out"),
-        ("--num_processes 2 --mixed_precision bf16 --same_network", None),
-    ],
-)
-def test_a_flag_that_the_launcher_keeps_to_itself_is_refused(flags, words, monkeypatch):
-    # What the script itself was given, here --zero-x, is the script's.
-    line = ["python", "accelerate", "launch", *flags.split(), sys.argv[0], "--zero-x", "3"]
-    monkeypatch.setattr("psutil.Process.cmdline", lambda self: line)
-    refusal = refused(words) if words else nullcontext()
-    with environment(f"{ON_CPU}no"), refusal:
-        assert launch.check_launch() == "no"
 
 
 def test_one_process_of_a_notebook_trains_in_the_precision_that_it_asked_for():

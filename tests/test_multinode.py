@@ -103,7 +103,7 @@ def test_two_nodes_train_as_one_process(tiny_mnist, tmp_path, fork_main, caches,
 
 # How the second node differs, and what is said of it.
 DIFFERENCES = [
-    ("--seed", "--seed is 0 on node 0 ("),
+    ("--seed", "--seed is 0 on process 0 of node 0 ("),
     ("--dataset", "the hash of the data is "),  # of another size: other numbers of batches too
 ]
 
@@ -114,7 +114,8 @@ def test_a_node_that_differs_is_named(how, sentence, small_mnist, tiny_mnist, tm
     other = f"{how} {tiny_mnist if how == '--dataset' else 7}"
     args = f"{SMALL} {small_mnist} --run-dir {tmp_path}/run {other}"
     line = fork_main(DIFFERENT, args, world=2).error(2)
-    assert f"error: the nodes of this run differ: {sentence}" in line and "on node 1 (" in line
+    assert f"error: the processes of this run differ: {sentence}" in line
+    assert "on process 1 of node 1 (" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -98,8 +98,6 @@ sys.exit()
     0
 beside_a_worker_that_hangs()
     1 got no batch from a load
-once_its_threads_are_at_rest()
-    0
 """
 IN_A_PROCESS_OF_ITS_OWN = """
 import atexit, concurrent.futures, multiprocessing, os, signal, sys, time, torch
@@ -156,12 +154,6 @@ def sharded_ones():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh("cpu", (1,))
     return DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-
-def once_its_threads_are_at_rest():
-    asked = time.monotonic()
-    if os.fork() == 0:
-        os._exit(0)
-    assert sys.version_info >= (3, 11, 10) or time.monotonic() - asked > 0.01
 
 def end():
     exec(what)

@@ -47,11 +47,9 @@ def first_on_each_node(
 ) -> Any:
     """Return load(), called first by one process per file system, so that it fills a cache once.
 
-    Every process must call this, and waits as long as the others work: see launch/processes.py. A
-    UsageError on any process is raised on all of them.
+    Every process must call this. A UsageError on any of them is raised on all.
     """
-    result = None
-    error = None
+    result = error = None
     # If machines share a disk, rank 0 goes first; if not, local rank 0 of each machine.
     turn = 2 - accelerator.is_main_process - accelerator.is_local_main_process
     for number in range(3):
@@ -85,26 +83,22 @@ def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:
         values = [(node, theirs.get(name, "not set")) for node, theirs in everybody]
         if len({value for _, value in values}) == 1:
             continue
-        by_node = len(set(values)) == len({node for node, _ in values})  # a node is of one mind
         places: dict[str, str] = {}
         for rank, (node, value) in enumerate(values):
-            places.setdefault(value, node if by_node else f"process {rank}")
-        who = "nodes" if by_node else "processes"
-        remedy = (
-            "start all of them with the same command, code, packages and data"
-            if by_node
-            else "let nothing depend on the rank or on an unsorted set, and seed what draws"
-        )
+            places.setdefault(value, f"process {rank} of {node}")
         said = ", and ".join(f"{value} on {place}" for value, place in places.items())
-        raise UsageError(f"the {who} of this run differ: {name} is {said}: {remedy}")
+        raise UsageError(
+            f"the processes of this run differ: {name} is {said}: start all of them with the same "
+            "command, code, packages and data, and let nothing depend on the rank or on an "
+            "unsorted set"
+        )
 
 
 def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
     """Refuse a run folder that is not the same for all processes. Every process must call this."""
     if accelerator.num_processes == 1:
         return
-    name = ""
-    folder = run_dir.parent  # beside it, where the lock will be
+    name, folder = "", run_dir.parent  # beside it, where the lock will be
     with failing_together(accelerator, f"{run_dir} cannot be used"):
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,14 +120,9 @@ def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
 
 def describe_node() -> dict[str, str]:
     """What must be equal on all nodes for any script: launch, versions and source files."""
+    by_launcher = ("ACCELERATE_", "PARALLELISM_CONFIG_DP_", "LOCAL_WORLD_SIZE")
     return {
-        "processes per node": os.environ.get("LOCAL_WORLD_SIZE", "1"),
-        # What the launcher read from the YAML, such as mixed_precision.
-        **{
-            name: os.environ[name]
-            for name in sorted(os.environ)
-            if name.startswith(("ACCELERATE_", "PARALLELISM_CONFIG_DP_"))
-        },
+        **{name: os.environ[name] for name in sorted(os.environ) if name.startswith(by_launcher)},
         **{name: importlib.metadata.version(name) for name in ("torch", "accelerate")},
         "hash of the source files": digest(repr(sorted(hash_sources().items()))),
     }
@@ -143,11 +132,11 @@ def hash_sources() -> dict[str, str]:
     """The hash of each file that this process has imported of the kit or from beside the script."""
     script = Path(sys.argv[0]).resolve()
     kit = Path(__file__).resolve().parents[1]
-    loaded = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
     # Texts, because thousands of modules are compared with them.
     of_kit, beside = f"{kit}{os.sep}", f"{script.parent}{os.sep}"
     folders = {str(script): script.parent}
-    for name in loaded:
+    for module in [*sys.modules.values()]:
+        name = getattr(module, "__file__", None) or ""
         if name.startswith(of_kit):
             folders[name] = kit.parent
         elif name.startswith(beside) and "site-packages" not in name:

@@ -31,8 +31,7 @@ NUMBERS = itertools.count()
 def deadline(timeout: timedelta, others: str = "the other processes") -> Iterator[None]:
     """End this process with one sentence if the body takes 5 seconds longer than timeout.
 
-    If another process died, gloo waits for its connection five times as long as its timeout, and
-    signals are not handled meanwhile.
+    gloo waits for a process that died five times as long as its timeout, and hears no signal.
     """
 
     def give_up() -> None:
@@ -135,17 +134,14 @@ def agree(accelerator: Accelerator, metrics: dict[str, Any]) -> dict[str, float]
                 f"run.end_epoch(...) got {name}: {value!r}: a metric must be a number, and must "
                 "not be called step or epoch"
             )
-    for rank, others in enumerate(everybody):
-        for name, value in everybody[0].items():
-            other = others.get(name, math.nan)
-            if repr(value) != repr(other) and not math.isclose(
-                value, other, rel_tol=SAME, abs_tol=1e-9
-            ):
-                raise RuntimeError(
-                    f"{name} is {value:.8g} on process 0 and {other:.8g} on process {rank}: first "
-                    "combine what the processes have evaluated, as run.evaluate and run.predict "
-                    "do, or with accelerator.reduce"
-                )
+        first = everybody[0].get(name, math.nan)
+        is_close = math.isclose(first, value, rel_tol=SAME, abs_tol=1e-9)
+        if not is_close and repr(first) != repr(value):  # two may be nan
+            raise RuntimeError(
+                f"{name} is {first:.8g} on process 0 and {value:.8g} on another: first combine "
+                "what the processes have evaluated, as run.evaluate and run.predict do, or with "
+                "accelerator.reduce"
+            )
     return everybody[0]
 
 

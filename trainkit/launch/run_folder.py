@@ -69,8 +69,8 @@ def borrow_run_folder(config: TrainingConfig) -> tempfile.TemporaryDirectory:
 class Lock:
     """The lock of a run folder, held until release() or the end of the process.
 
-    There are two files: RUN_DIR.lock beside the folder, so that it can be moved aside, and run.lock
-    inside, for a volume that is mounted as the run folder in several containers.
+    RUN_DIR.lock is beside the folder, so that it can be moved aside, and run.lock inside, for a
+    volume that is mounted as the run folder in several containers.
     """
 
     def __init__(self, run_dir: Path, wait_seconds: float):

@@ -1,8 +1,7 @@
 """All settings that affect the whole process, one function each, and how a script ends.
 
 run(main) applies them before main. Those that affect safety or numbers are applied by Run, so that
-they also hold in a notebook. To measure what those of run() save, run
-`python -m benchmarks.time_to_accuracy --compare startup`.
+they also hold in a notebook.
 """
 
 import contextlib
@@ -53,10 +52,8 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
 
     What cannot be printed does not end a run. With prints_results, for a program whose output is
     what it was started for, the exit code is then 1, unless the reader has read enough (`| head`).
-
-    The exit code is that of the error, 130 after a second Ctrl-C, and 1 after other exceptions,
-    with a traceback, and below that one sentence if it is known what to do, or what happened to
-    this process only. No process waits for others that may never come.
+    Else it is that of the error, 130 after a second Ctrl-C, and 1 after other exceptions, with a
+    traceback, and one sentence if it is known what to do. No process waits for others.
     """
     set_up_process()
     try:
@@ -94,7 +91,6 @@ def set_up_process() -> None:
     keep_printing()
     keep_memory()
     skip_the_compiler()
-    fork_at_rest()
     share_cores()
     gc.freeze()  # what was imported is no garbage, and need not be looked through again
 
@@ -102,8 +98,8 @@ def set_up_process() -> None:
 def finish(code: int) -> NoReturn:
     """Exit with this code, or at once on a signal, as waiting for a thread of the script may hang.
 
-    This skips the interpreter's teardown, which takes 0.4 to 0.7 s once torch is imported, and
-    aborted 1 of some 200 finished processes (pytorch/pytorch pull request 179291).
+    This skips the interpreter's teardown, which aborted 1 of some 200 finished processes
+    (pytorch/pytorch pull request 179291).
     """
     for number in SIGNALS:
         with contextlib.suppress(ValueError):  # not in the main thread
@@ -139,9 +135,8 @@ def keep_printing() -> None:
 def _unfailing(stream: Any) -> Any:
     if stream is None:  # it was closed when Python started
         return open(os.devnull, "w", encoding="utf-8")
-    if type(stream) is not io.TextIOWrapper:
-        return stream
-    if isinstance(getattr(stream.buffer, "raw", None), Output):
+    is_done = isinstance(getattr(getattr(stream, "buffer", None), "raw", None), Output)
+    if is_done or type(stream) is not io.TextIOWrapper:
         return stream
     with contextlib.suppress(OSError):
         stream.flush()
@@ -170,10 +165,7 @@ def compute_float32_in_full() -> None:
 
 @contextlib.contextmanager
 def same_bits() -> Iterator[None]:
-    """In the body torch uses only algorithms that give the same bits each time; a GPU has others.
-
-    Where there is none, torch raises an error that names the operation.
-    """
+    """In the body torch uses only algorithms that give the same bits each time, or raises."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     were_on = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -187,9 +179,8 @@ def same_bits() -> Iterator[None]:
 def attend_without_cudnn() -> None:
     """Let attention on a GPU leave out cuDNN, which makes a plan for each new length of a batch.
 
-    torch prefers it on Hopper and Blackwell, so as long as lengths are new a step waits for plans:
     preference.py trained 106 pairs/s with plans to make, and 370 once they were there (H200, torch
-    2.11, bf16). https://github.com/modelscope/FunASR/issues/3704 says the same of a B200.
+    2.11, bf16).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -203,23 +194,12 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def fork_at_rest() -> None:
-    """Wait 10 ms before each fork: a loader worker forked during a collective of gloo may hang.
-
-    In Python before 3.11.10 (https://github.com/python/cpython/issues/112275), 8 of 14,634 workers
-    forked right after a collective hung at their start, and none of 14,229 forked after 10 ms.
-    """
-    if sys.platform == "linux" and sys.version_info < (3, 11, 10):
-        os.register_at_fork(before=lambda: time.sleep(0.01))
-
-
 def keep_memory(return_blocks: bool = False) -> None:
     """Keep the memory of freed tensors: wide trains 11 to 17 % faster, small models up to a third.
 
     By default glibc returns large tensors to the kernel in every step and waits for new, zeroed
-    pages in the next. With this, the heap shrinks only if 2 GB are free. A sharded run, and with
-    return_blocks one whose layers become large while they compute, still returns blocks of a
-    megabyte or more, from one heap: otherwise that became four times as large as the model.
+    pages in the next. A sharded run, and one with return_blocks, still returns blocks of a megabyte
+    or more: otherwise the heap became four times as large as the model.
     """
     mapped = [(M_MMAP_MAX, 0)]
     if return_blocks or shards_wanted():
