@@ -223,10 +223,6 @@ MISTAKES = {
         lambda s, batch: s.run.step_mean(torch.ones(4), mask=torch.ones(4, 2) > 0),
         r"values of shape \(4,\), with mask= or weights= of shape \(4, 2\) .* same shape, a mask",
     ),
-    "mean: of an item": (
-        lambda s, losses: s.run.step_mean(losses.mean().item()),
-        'step_mean.* got a float and no tensor: .*reduction="none"',
-    ),
     "mean: a mask that was not counted": (
         lambda s, losses: s.run.step_mean(losses, mask=losses > -1),
         "--accumulate 2: .*before the first backward: .*count=function.* or use --accumulate 1",
@@ -296,25 +292,17 @@ MISTAKES = {
         lambda s: s.one.eval(),
         "call model.train.. before run",
     ),
-    "before_the_evaluation: adds a group to an optimizer": (
-        lambda s: s.optimizers[0].add_param_group(of()),
-        r"add_param_group\(...\) changed an optimizer .* factor of 0 until then",
-    ),
     "before_the_evaluation: freezes a model": (
         lambda s: s.one.requires_grad_(False),
-        "requires_grad of a weight was changed .*--start-from",
+        "requires_grad of a weight, or .* changed .*--start-from",
     ),
     "begin: with one of two models": (
         lambda s: s.run.begin(s.one, {"pictures": "test"}),
-        "got 1 model and accelerator.prepare 2: .* such as a teacher, need not be prepared",
+        "got 1 model and accelerator.prepare 2: .* not trained need not be prepared",
     ),
     "make_optimizer: a weight of no model": (
         lambda s, model: torch.optim.AdamW([of(*model.parameters())]),
         "2 of the optimizers' weights are in no model that accelerator.prepare was given",
-    ),
-    "make_optimizer: several passes": (
-        lambda s, model: torch.optim.LBFGS(model.parameters()),
-        "LBFGS computes the loss several times in a step, .* use another optimizer",
     ),
     "prepare_optimizer: not at all": (
         lambda s, optimizer: optimizer,

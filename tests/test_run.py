@@ -178,30 +178,19 @@ def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(
     assert losses == train(flags + "plain")
 
 
-OF_A_LEFT_LOOP = (
-    "`continue`, `break` or .* to end the run early, call run.stop\\(\\) before "
-    "run.end_step\\(\\); to evaluate sooner, give --eval-every"
-)
+OF_A_LEFT_LOOP = r"`continue` and `break` must not .* call run.stop\(\) before run.end_step\(\)"
 # Edits of the small loop that leave run.steps(...) too early, or skip what a batch needs.
 LEFT = {
     "break in the middle": (r"^( +)losses\.append", r"\1break\n\g<0>"),
-    "break at the end": (
-        r"^( +)if run.end_step\(\):",
-        r"\g<0>\n\1    run.save()\n\1break\n\1if 0:",
-    ),
     "break before save": (r"^( +)run.save\(\)", r"\1break"),
     "stop too late": (r"^( +)run.save\(\)", r"\g<0>\n\1run.stop()"),
-    "state too late": (r"^( +)metrics = ", r"\1run.state['seen'] = 1\n\g<0>"),
 }
 
 
 @pytest.mark.parametrize("place", [*LEFT])
 def test_a_loop_that_was_left_is_told_of_break_and_of_stop(tmp_path, place):
-    edits = [LEFT[place]]
-    if place == "state too late":
-        edits.append(LEFT["break at the end"])
     with pytest.raises(RuntimeError, match=OF_A_LEFT_LOOP):
-        changed(*edits)(f"--save-every 1 --run-dir {tmp_path}")
+        changed(LEFT[place])(f"--save-every 1 --run-dir {tmp_path}")
 
 
 def test_a_batch_that_continue_skips_or_whose_loss_was_reduced_is_told_so(tmp_path):
@@ -213,9 +202,6 @@ def test_a_batch_that_continue_skips_or_whose_loss_was_reduced_is_told_so(tmp_pa
     reduced = r"run.step_mean\(loss\)", "loss.mean()"
     with pytest.raises(RuntimeError, match=r"without accelerator.backward.* give step_mean"):
         changed(reduced)(f"--run-dir {tmp_path}")
-    no_step = r"\(\*optimizers, \*schedules\)", "()"
-    with pytest.raises(RuntimeError, match=r"its loss did not come from run.step_mean\(losses\)"):
-        changed(reduced, no_step)(f"--run-dir {tmp_path}")
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -294,7 +280,7 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path, capfd):
     assert progress["best"] == 0.5 and progress["best_step"] == 3 * progress["step"] // 4
     assert train_with([math.nan], f"{of_score} 1")["best"] is None
     assert "no evaluation gave a finite eval_score: nothing was kept" in capfd.readouterr().out
-    with refused("--keep-best score:min: there are only epoch, train"):
+    with refused("--keep-best score: there are only epoch, train"):
         train_with([0.5], "--keep-best score:min")
 
 
@@ -405,7 +391,6 @@ def test_a_script_that_no_rehearsal_has_passed_says_so_until_one_has(tmp_path, m
     mine = tmp_path / "mine.py"
     mine.write_text("x = 1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None))
     shipped = {path.stem for path in [*ROOT.glob("train_*.py"), *ROOT.glob("examples/*.py")]}
     assert shipped == {*SHIPPED.split()}
     assert not describe_rehearsal(ROOT / "examples/gan.py")
@@ -423,7 +408,7 @@ def test_a_script_that_no_rehearsal_has_passed_says_so_until_one_has(tmp_path, m
 
 
 def test_a_target_that_no_evaluation_has_is_refused_after_the_first(tmp_path):
-    with refused("--target eval_auc:0.5: there are only"):
+    with refused("--target eval_auc: there are only"):
         train(f"--run-dir {tmp_path} --target eval_auc:0.5")
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
 

@@ -4,14 +4,13 @@ The world of a run (its processes, device and versions) may differ, but then rou
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import nn
 
 from trainkit.checkpoints import sharded
 from trainkit.checkpoints.content import hash_fixed, text_of
@@ -26,7 +25,7 @@ from trainkit.numbers.loaders import batches_of
 from trainkit.numbers.optim import num_parameters
 from trainkit.numbers.orders import Progress
 from trainkit.numbers.randoms import NUM_HELD
-from trainkit.repairs.private_names import prepared_loaders
+from trainkit.repairs.private_names import prepared_loaders, prepared_models
 from trainkit.store.atomic import remove_tree, rename_free, sync
 from trainkit.store.jsons import from_exact_json
 from trainkit.store.manifest import not_listed, step_name, steps_in, verify
@@ -147,7 +146,6 @@ def abandon_later(directory: Path, step: int, used: Path | None) -> list[str]:
 def fingerprint_run(
     accelerator: Accelerator,
     config: TrainingConfig,
-    models: Sequence[nn.Module],
     data_hashes: dict[str, str],
     metadata: dict[str, Any],
     started_from: str,
@@ -169,14 +167,14 @@ def fingerprint_run(
         **config.experiment(),
         **data_hashes,
         "weights= or order= of the samples": digest("".join(orders)),
-        "size": num_parameters(models),
+        "size": num_parameters(prepared_models(accelerator)),
         **{f"metadata[{name}]": json.dumps(value) for name, value in metadata.items()},
         **hashes,
     }
     if started_from:
         fingerprint["start_from"] = started_from
         sharded.HASHED.clear()  # the file may have replaced frozen weights
-    for number, model in enumerate(models):
+    for number, model in enumerate(prepared_models(accelerator)):
         frozen = sharded.HASHED.get(model) or sharded.hash_frozen(model)
         fingerprint |= {f"{name} of model {number}": value for name, value in frozen.items()}
     check_same(accelerator, fingerprint)

@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch.serialization import safe_globals
 from torch.utils.serialization import config as serialization
@@ -55,7 +54,7 @@ from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.optim import keep_when_loading
 from trainkit.numbers.orders import Progress
 from trainkit.numbers.randoms import seed_host
-from trainkit.repairs.private_names import prepared_optimizers
+from trainkit.repairs.private_names import prepared_models, prepared_optimizers
 from trainkit.repairs.replaced import count_micro_batches_anew, without_loss_scale
 from trainkit.store.atomic import sync
 from trainkit.store.jsons import to_json
@@ -259,16 +258,15 @@ class Checkpoints:
             registered.load(parts.load_tree(folder / "registered.bin"))
 
 
-def start_from(
-    accelerator: Accelerator, config: TrainingConfig, model: torch.nn.Module
-) -> tuple[str, str]:
-    """Load the weights of --start-from; return a line about it and its hash, "" if not given.
+def start_from(accelerator: Accelerator, config: TrainingConfig) -> tuple[str, str]:
+    """Load the weights of --start-from into the first model; return a line about it and its hash.
 
-    Every process must call this. Raises UsageError on all of them.
+    Both are "" if it is not given. Every process must call this. Raises UsageError on all of them.
     """
     path = config.start_from
     if path is None:
         return "", ""
+    model = prepared_models(accelerator)[0]
     with failing_together(accelerator, f"--start-from {path} cannot be read"):
         tensors, line = read_weights(path, model)
         fingerprint = digest_file(path)

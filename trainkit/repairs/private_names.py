@@ -80,13 +80,6 @@ def as_it_was(prepared: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def compiler_error() -> type[Exception]:
-    """What torch.compile raises for code that it cannot compile."""
-    from torch._dynamo.exc import TorchDynamoException  # imports the compiler, 1.2 s
-
-    return TorchDynamoException
-
-
 def fingerprint_of(rows: Any) -> str:
     """The fingerprint of a datasets.Dataset: two with the same fingerprint have the same rows."""
     return rows._fingerprint

@@ -10,8 +10,6 @@ from accelerate.utils import DynamoBackend
 from torch.utils.data import get_worker_info
 
 from trainkit.config import WITH_CUDA_GRAPHS
-from trainkit.repairs.private_names import compiler_error
-from trainkit.text import first_sentence
 
 Inputs = ParamSpec("Inputs")
 Output = TypeVar("Output")
@@ -22,8 +20,8 @@ def compiled_with_model(function: Callable[Inputs, Output]) -> Callable[Inputs, 
 
     This is for what the loop does with whole batches outside of the model, such as augmentation.
     The function should get tensors and settings that stay the same: draw the random numbers, count
-    epochs and use numpy outside of it. What cannot be compiled runs as it is written, and a line
-    says so; so does what workers call, which make samples one by one.
+    epochs and use numpy outside of it. What workers call, which make samples one by one, is not
+    compiled.
     """
 
     @functools.wraps(function)
@@ -31,7 +29,7 @@ def compiled_with_model(function: Callable[Inputs, Output]) -> Callable[Inputs, 
         is_part = torch.compiler.is_compiling()  # of something that is compiled as a whole
         if is_part or not _of_run or get_worker_info():
             return function(*args, **kwargs)
-        return _of_run[-1].call(function, *args, **kwargs)
+        return _of_run[-1].compiled(function)(*args, **kwargs)
 
     return call
 
@@ -43,18 +41,13 @@ class Compiling:
     have other shapes or modes, for each of which a model would be compiled again, for up to minutes
     on a card. They use what is compiled if it fits, and else run as they are written. So after a
     resume the same is compiled as before it. What a script compiles by itself is left alone.
-
-    Attributes:
-        functions: what compiled_with_model has wrapped, and what is called in its place.
     """
 
-    def __init__(self, accelerator: Accelerator, say: Callable[[str], object]):
+    def __init__(self, accelerator: Accelerator):
         self.plugin = accelerator.state.dynamo_plugin
-        self.say = say
-        self.is_due = self.plugin.backend != DynamoBackend.NO
-        self.is_in_use = self.is_due
+        self.is_in_use = self.is_due = self.plugin.backend != DynamoBackend.NO
         self.has_graphs = self.is_in_use and self.plugin.mode in WITH_CUDA_GRAPHS
-        self.functions: dict[Callable, Callable] = {}
+        self.compiled = functools.cache(lambda f: torch.compile(f, **self.plugin.to_kwargs()))
         if self.is_in_use:
             torch.compiler.set_stance("eager_on_recompile")
             _of_run.append(self)
@@ -76,20 +69,6 @@ class Compiling:
         if self.is_due and is_whole:
             torch.compiler.set_stance("eager_on_recompile")
             self.is_due = False
-
-    def call(
-        self, function: Callable[Inputs, Output], *args: Inputs.args, **kwargs: Inputs.kwargs
-    ) -> Output:
-        """Call what this function is compiled to, as models are, or itself if it cannot be."""
-        if function not in self.functions:
-            self.functions[function] = torch.compile(function, **self.plugin.to_kwargs())
-        try:
-            return self.functions[function](*args, **kwargs)
-        except compiler_error() as problem:
-            name, why = getattr(function, "__name__", "a function"), first_sentence(problem)
-            self.say(f"{name}(...) cannot be compiled, so it runs as it is written: {why}")
-            self.functions[function] = function
-        return function(*args, **kwargs)
 
     def release(self) -> None:
         """Let everything be compiled again, as a notebook may wish to."""

@@ -1,16 +1,12 @@
-"""How a run ends: by --patience, by a signal, as a dry run, or without reaching --target."""
+"""How a run ends by its metrics: by --patience, or without reaching --target."""
 
 import math
-import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
 
 from trainkit.config import TrainingConfig, metric_and_direction
-from trainkit.errors import EXIT_STOPPED, EXIT_TARGET_MISSED, UsageError
-from trainkit.launch.signals import Signals
+from trainkit.errors import EXIT_TARGET_MISSED, UsageError
 from trainkit.numbers.orders import Progress
-from trainkit.run.reporter import Reporter
 
 
 def update_best(config: TrainingConfig, progress: Progress) -> bool:
@@ -39,14 +35,11 @@ def update_best(config: TrainingConfig, progress: Progress) -> bool:
 
 def find_missing_metric(config: TrainingConfig, metrics: dict[str, float]) -> UsageError | None:
     """An error if an evaluation lacks the metric of --keep-best or of --target."""
-    asked = {}
-    if config.keep_best:
-        asked[f"--keep-best {config.keep_best}"] = metric_and_direction(config.keep_best)[0]
-    if config.metric_target:
-        asked[f"--target {config.target}"] = config.metric_target[0]
+    asked = {"--keep-best": metric_and_direction(config.keep_best or "")[0]}
+    asked["--target"] = config.metric_target[0] if config.metric_target else ""
     for flag, name in asked.items():
-        if name not in metrics:
-            return UsageError(f"{flag}: there are only {', '.join(metrics)}")
+        if name and name not in metrics:
+            return UsageError(f"{flag} {name}: there are only {', '.join(metrics)}")
     return None
 
 
@@ -61,17 +54,3 @@ def leave_if_missed(
     if not (value <= wanted if direction == "min" else value >= wanted):
         say(f"--target {config.target} is missed: {name} is {value:.6g}")
         sys.exit(EXIT_TARGET_MISSED)
-
-
-def leave_dry_run(log: Reporter, tried: str) -> NoReturn:
-    """End every process of a dry run with exit code 0."""
-    log.bar.close()
-    log.print(f"dry run: a step and {tried} were tried, and nothing was written")
-    sys.exit(0)
-
-
-def leave_stopped(signals: Signals, log: Reporter, step: int) -> NoReturn:
-    """End every process with exit code 75, after a checkpoint of this step."""
-    signals.ignore(signal.SIGINT)
-    log.say_stopped(signals.signal_name, step)
-    sys.exit(EXIT_STOPPED)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.numbers.loaders import EpochBatches, share_of_batch
-from trainkit.numbers.means import RunningMeans, select, sum_and_count
+from trainkit.numbers.means import RunningMeans
 from trainkit.repairs.private_names import prepared_models, tree_map_only
-from trainkit.run.guards import EqualSizes, check_rows, check_tensor
+from trainkit.run.guards import EqualSizes, check_rows
 from trainkit.run.prepared import check_loader
-from trainkit.run.step import Step
+from trainkit.run.step import Step, sums_of
 
 EVALUATE, PREDICT = "run.evaluate(...)", "run.predict(...)"
 SENT_BYTES = 2**24  # of the rows of a process that are sent at a time
@@ -68,8 +67,7 @@ def results_of(
             if any(model.training for model in models):
                 raise RuntimeError(
                     f"the function of {call} called model.train(), so dropout and BatchNorm act as "
-                    "in training: leave it out, because the models are put into evaluation mode "
-                    "and back"
+                    "in training: leave it out"
                 )
             yield result, indices
 
@@ -94,21 +92,9 @@ def evaluate(
     sizes = EqualSizes()
     for result, indices in results_of(accelerator, loader, EVALUATE, compute_losses, step):
         values = dict(result)
-        mask = values.pop("mask", None)
-        weights = values.pop("weights", None)
-        sums = []
-        for name, value, selection in select(EVALUATE, values, mask, weights):
-            call = f"{EVALUATE}, for {name},"
-            check_tensor(call, value)
-            if not selection:
-                check_rows(call, value, len(indices))
-                if indices:
-                    sizes.check(call, value)
-            total, count = sum_and_count(
-                call, value, **selection, is_padding=not indices, dtype=means.dtype
-            )
-            sums.append((name, total, count))
-        means.add_all(sums)
+        chosen = values.pop("mask", None), values.pop("weights", None)
+        num, device = len(indices), accelerator.device
+        means.add_all(sums_of(EVALUATE, values, *chosen, num, sizes, device))
         if stopping():
             return {}
     sizes.check_processes(accelerator)
@@ -141,8 +127,6 @@ def predict(
     is_dict = False
     for result, indices in results_of(accelerator, loader, PREDICT, function, step):
         is_dict = isinstance(result, dict)
-        if isinstance(result, tuple):
-            raise RuntimeError(f"{PREDICT} got a tuple: return a dict, which names its parts")
         named = result if is_dict else {"": result}
         if columns and named.keys() != columns.keys():
             raise different_rows([*columns], [*named])
@@ -190,18 +174,17 @@ def exchange(accelerator: Accelerator, loader: DataLoader, columns: dict[str, An
         [n for part in samples_of(batches, world, rank) for n in part] for rank in range(world)
     ]
     for _, column in sorted(columns.items()):  # in one order on all processes
-        num = SENT_OBJECTS
-        if isinstance(column, torch.Tensor):
-            num = max(1, SENT_BYTES // max(1, column[0].nbytes))
+        is_tensor = isinstance(column, torch.Tensor)
+        num = max(1, SENT_BYTES // max(1, column[0].nbytes)) if is_tensor else SENT_OBJECTS
         for start in range(0, max(map(len, samples)), num):
             parts = [theirs[start : start + num] for theirs in samples]
             own = parts[accelerator.process_index]
-            if isinstance(column, torch.Tensor):
-                for part, rows in zip(parts, gather_object([column[own]]), strict=True):
-                    column[part] = rows
-            else:
-                gathered = gather_object([[column[n] for n in own]])
-                for n, cell in zip(chain(*parts), chain(*gathered), strict=True):
+            rows = column[own] if is_tensor else [column[n] for n in own]
+            for part, theirs in zip(parts, gather_object([rows]), strict=True):
+                if is_tensor:
+                    column[part] = theirs
+                    continue
+                for n, cell in zip(part, theirs, strict=True):
                     column[n] = cell
 
 

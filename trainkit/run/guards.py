@@ -16,7 +16,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 
 from trainkit.errors import RunFailure
-from trainkit.hashes import digest
 from trainkit.numbers.means import HostCopy
 from trainkit.numbers.optim import BY_STEP, total_norm, weights_of
 from trainkit.repairs.private_names import prepared_optimizers, prepared_schedulers
@@ -38,8 +37,6 @@ NEXT = {
 }
 IN_BATCH = ("batch", "backward")
 IN_LOOP = (*IN_BATCH, "must save", "counted")
-# Calls that a loop which goes on makes out of order.
-OF_LOOP = ("run.end_step(...)", "run.save(...)", "run.step_mean(...)", "run.clip_and_check(...)")
 
 NUM_WATCHED = 3  # steps: every body of a loop has then shown what it forgets
 MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip, so 2**16 has become 2**-14
@@ -50,16 +47,10 @@ REMEDY = "try a smaller --learning-rate, a longer --warmup or --clip-norm 1"
 def out_of_order(call: str, stage: str) -> RuntimeError:
     """The error of a call that may not be made in this stage."""
     sentence = f"{call} is out of order: what comes next is {NEXT[stage]}"
-    if stage == "batch" and call == "run.end_step(...)":
+    if stage in IN_LOOP:
         sentence += (
-            "; if accelerator.backward(...) was called in this batch, its loss did not come from "
-            'run.step_mean(losses), which takes the loss of each sample (reduction="none")'
-        )
-    elif stage in IN_LOOP and call not in OF_LOOP:
-        sentence += (
-            ". `continue`, `break` or zip(...) with something shorter must not leave the body of "
-            "run.steps(...): to end the run early, call run.stop() before run.end_step(); to "
-            "evaluate sooner, give --eval-every"
+            ". `continue` and `break` must not leave the body of run.steps(...): to end the run "
+            "early, call run.stop() before run.end_step(); to evaluate sooner, give --eval-every"
         )
     return RuntimeError(sentence)
 
@@ -97,8 +88,7 @@ class LoopGuard:
     Attributes:
         num_left: steps that are still looked at.
         smallest: the smallest trained weight of each optimizer.
-        gradients: of each optimizer, the gradient of that weight in its last step.
-        zeroed: the optimizers whose zero_grad() was called since their last step.
+        left: the gradient of that weight in the last step, until zero_grad() is called.
         in_window: the step has earlier micro-batches, and no optimizer was stepped yet.
         has_mean, has_gradient: of this micro-batch there is a mean, and a gradient has come to it.
         positions: how often each schedule of make_scheduler was stepped until the last step's end.
@@ -108,8 +98,7 @@ class LoopGuard:
         self.accelerator = accelerator
         self.num_left = NUM_WATCHED
         self.smallest: dict[torch.optim.Optimizer, torch.Tensor] = {}
-        self.gradients: dict[torch.optim.Optimizer, torch.Tensor | None] = {}
-        self.zeroed: set[torch.optim.Optimizer] = set()
+        self.left: dict[torch.optim.Optimizer, torch.Tensor | None] = {}
         self.in_window = self.has_mean = self.has_gradient = False
         self.positions: dict[Any, int] = {}
         for prepared in prepared_optimizers(accelerator):
@@ -125,7 +114,7 @@ class LoopGuard:
                 "optimizer.zero_grad() before the step drops the gradients of the earlier "
                 "micro-batches of --accumulate: call it after optimizer.step()"
             )
-        self.zeroed.add(optimizer)
+        self.left.pop(optimizer, None)
 
     def start_steps(self) -> None:
         """Remember where the schedules are when run.steps(...) is called for the first time."""
@@ -143,28 +132,21 @@ class LoopGuard:
             raise RuntimeError(
                 "no gradient came to what run.step_mean(...) returned, so the weights do not learn "
                 "from the mean of the step: call accelerator.backward(run.step_mean(losses)), with "
-                "losses that the model has computed, and not a mean by hand, as losses.mean() is"
+                "losses that the model has computed"
             )
         self.has_mean = self.has_gradient = False
         self.in_window = not is_last and self.num_left > 0
 
-    def end_window(self) -> None:
-        """An optimizer is stepped now, or skipped by GradScaler: zero_grad() may follow."""
-        self.in_window = False
-
-    def check_zeroed(self, optimizer: torch.optim.Optimizer) -> None:
+    def enter_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if the gradients of the last step are still in those of this one."""
-        if not self.num_left:
-            return
-        gradient = self.smallest[optimizer].grad
-        is_left = gradient is not None and gradient is self.gradients.get(optimizer)
-        if is_left and optimizer not in self.zeroed:
-            raise RuntimeError(
-                "optimizer.zero_grad() was not called since the last step, whose gradients are "
-                "still in those of this one: call it after optimizer.step()"
-            )
-        self.gradients[optimizer] = gradient
-        self.zeroed.discard(optimizer)
+        if self.num_left:
+            gradient = self.smallest[optimizer].grad
+            if gradient is not None and gradient is self.left.get(optimizer):
+                raise RuntimeError(
+                    "optimizer.zero_grad() was not called since the last step, whose gradients are "
+                    "still in those of this one: call it after optimizer.step()"
+                )
+            self.left[optimizer] = gradient
 
     def finish_step(self, stepped: Set[torch.optim.Optimizer]) -> None:
         """Raise RuntimeError unless each schedule of make_scheduler moved once with its optimizer.
@@ -183,7 +165,7 @@ class LoopGuard:
         if self.num_left and stepped:
             self.num_left -= 1
             if not self.num_left:
-                self.gradients.clear()
+                self.left.clear()
                 for optimizer in self.smallest:
                     unwatch(optimizer, "zero_grad")
 
@@ -192,18 +174,9 @@ class LoopGuard:
         return {each: each.last_epoch for each in schedules if each in BY_STEP}
 
 
-def check_tensor(call: str, values: object) -> None:
-    """Raise RuntimeError unless the values are a tensor, as loss.item() is not."""
-    if not isinstance(values, torch.Tensor):
-        raise RuntimeError(
-            f"{call} got a {type(values).__name__} and no tensor: give it the values of each "
-            'sample, as losses with reduction="none" are, without .item()'
-        )
-
-
-def check_rows(call: str, values: torch.Tensor | list, num_samples: int) -> None:
+def check_rows(call: str, values: Any, num_samples: int) -> None:
     """Raise RuntimeError unless there is a row for each of the samples, or for a padding sample."""
-    is_number = isinstance(values, torch.Tensor) and values.ndim == 0
+    is_number = getattr(values, "ndim", None) == 0 or not hasattr(values, "__len__")
     if is_number or len(values) != max(1, num_samples):
         rows = "a single number" if is_number else f"{len(values)} rows"
         raise RuntimeError(
@@ -216,25 +189,25 @@ class EqualSizes:
     """Refuses values (samples, ...) with different trailing sizes where one mean goes over them.
 
     Such values were padded, each batch to its own longest sample, so their mean would depend on how
-    the samples are shared out to processes and batches.
+    the samples are shared out to processes and batches. Each step has means of its own.
     """
 
     def __init__(self):
-        self.sizes: dict[tuple[str, int], tuple[int, ...]] = {}
-        self.hashes: dict[int, str] = {}  # of those of earlier steps, by step, where there are any
         self.num_steps = 0
+        self.sizes: dict[tuple[int, str, int], tuple[int, ...]] = {}  # since the last comparison
 
-    def start_step(self) -> None:
-        """Let the sizes be others from here on: each step has means of its own."""
-        if self.sizes:
-            self.hashes[self.num_steps] = digest(repr(self.sizes))
-        self.num_steps += 1
-        self.sizes.clear()
+    def check(self, call: str, values: torch.Tensor, num_samples: int, number: int = 0) -> None:
+        """Raise RuntimeError if earlier values had other sizes, or these have not a row a sample.
 
-    def check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
-        """Raise RuntimeError if earlier values had other sizes; number: of equal calls."""
+        number: of calls with the same name in a micro-batch.
+        """
+        check_rows(call, values, num_samples)
         sizes = tuple(values.shape[1:])
-        if sizes and self.sizes.setdefault((call, number), sizes) != sizes:
+        if (
+            sizes
+            and num_samples
+            and self.sizes.setdefault((self.num_steps, call, number), sizes) != sizes
+        ):
             raise different_sizes(call)
 
     def check_processes(self, accelerator: Accelerator) -> None:
@@ -243,13 +216,10 @@ class EqualSizes:
         A process may have none in a step, for example because it had a padding sample.
         """
         if accelerator.num_processes > 1:
-            for hashes, sizes in gather_object([(self.hashes, self.sizes)]):
-                for (call, number), other in sizes.items():
-                    if self.sizes.get((call, number), other) != other:
-                        raise different_sizes(call)
-                if any(self.hashes.get(step, other) != other for step, other in hashes.items()):
-                    raise different_sizes("run.step_mean(...) or run.add(...)")
-        self.hashes.clear()
+            for theirs in gather_object([self.sizes]):
+                for place, sizes in theirs.items():
+                    if self.sizes.get(place, sizes) != sizes:
+                        raise different_sizes(place[1])
         self.sizes.clear()
 
 
@@ -264,10 +234,10 @@ def different_sizes(call: str) -> RuntimeError:
 class FiniteGuard:
     """Stops all processes at the first step whose gradient is not finite.
 
-    Gradients are already averaged over the processes, so all of them see the same norm. On a GPU
-    the norm is read one step late, because reading it makes the host wait for the device. By then
-    the weights in memory may be lost, but the checkpoints are not. Under fp16 an overflow is not an
-    error, because GradScaler skips the step; MAX_SKIPPED skipped steps in a row are an error.
+    All processes see the same norm, that of averaged gradients. On a GPU it is read one step late,
+    because reading it makes the host wait for the device: the weights in memory may be lost by
+    then, the checkpoints are not. Under fp16 GradScaler skips a step that overflows, and only
+    MAX_SKIPPED such steps in a row are an error.
     """
 
     def __init__(self, accelerator: Accelerator):

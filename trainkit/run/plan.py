@@ -53,12 +53,8 @@ def describe_plan(run: "Run", plan: dict[str, str]) -> str:
         "updates": f"{ends}{num_steps} = {count(config.epochs, 'epoch')} x "
         f"{count(length.steps_per_epoch, 'step')}",
         "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in optimizers),
-        "checkpoint": f"{checkpoint_bytes(optimizers, config.ema) / 2**20:,.1f} MiB "
-        f"each, the newest {config.keep} are kept",
         "run folder": "none, as this is a dry run" if config.dry_run else str(config.run_dir),
     }
-    if config.ema:
-        lines["average"] = f"of the weights, decay {config.ema}: evaluated and written"
     layers = (layer for model in models for layer in model.modules())
     if num_parts > 1 and any(isinstance(layer, BATCH_NORMS) and layer.training for layer in layers):
         lines["note"] = (
@@ -76,11 +72,10 @@ def describe_plan(run: "Run", plan: dict[str, str]) -> str:
 
 def describe_rehearsal(script: Path) -> dict[str, str]:
     """Return a line of the plan if this is a script of the user that no rehearsal has passed."""
-    is_module = getattr(sys.modules["__main__"], "__spec__", None) is not None  # python -m
     folder, top = script.resolve().parent, Path(__file__).parents[2]
     is_shipped = folder in (top, top / "examples") and script.stem in SHIPPED.split()
     is_installed = folder.is_relative_to(sys.prefix)  # as what starts a notebook
-    if is_module or is_shipped or is_installed or script.suffix != ".py" or not script.is_file():
+    if is_shipped or is_installed or script.suffix != ".py" or not script.is_file():
         return {}
     if mark_of_rehearsal(script).exists():
         return {}
@@ -96,27 +91,11 @@ def names_of_untrained(
     return [name for name, weight in pairs if weight.requires_grad and weight not in trained]
 
 
-def checkpoint_bytes(optimizers: Sequence[torch.optim.Optimizer], ema: float | None) -> int:
-    """Bytes of the trained weights, their --ema averages and the moments of Adam and SGD.
-
-    Optimizers of other packages may hold more, and buffers are not counted.
-    """
-    total = 0
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        num_moments = 2 if "betas" in group else 1 if group.get("momentum") else 0
-        num_bytes = sum(weight.nbytes for weight in group["params"])
-        total += num_bytes * (1 + num_moments + bool(ema))
-    return total
-
-
 def describe_model(accelerator: Accelerator, model: nn.Module) -> str:
     backend = accelerator.state.dynamo_plugin.backend
     compiled = ""
     if backend != DynamoBackend.NO:
-        kept = ""
-        if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-            kept = f"; kept in {folder} for the next run"
-        compiled = f", compiled with {backend.value.lower()} (the first step waits for it{kept})"
+        compiled = f", compiled with {backend.value.lower()} (the first step waits for it)"
     name = type(model).__name__.removeprefix("FSDP")  # torch's prefix for sharded models
     number = num_parameters([model])
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
@@ -135,9 +114,8 @@ def describe_optimizer(accelerator: Accelerator, optimizer: AcceleratedOptimizer
     groups = optimizer.param_groups
     peaks = [group.get("max_lr", group.get("initial_lr", group["lr"])) for group in groups]
     rates = " and ".join(f"{peak:g}" for peak in dict.fromkeys(peaks))
-    fused = " fused" if all(group.get("fused") for group in groups) else ""
     return (
-        f"{type(optimizer.optimizer).__name__}{fused}, {', '.join(schedules) or 'no schedule'},"
+        f"{type(optimizer.optimizer).__name__}, {', '.join(schedules) or 'no schedule'},"
         f" learning rate {rates} at its peak"
     )
 
@@ -175,6 +153,7 @@ def git_revision() -> str | None:
     """Return the commit of the script's folder, "-dirty" if files were edited; None without git."""
     git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):  # there is none
-        output = subprocess.run(git, capture_output=True, check=False).stdout
-        return output.decode(errors="replace").strip() or None
+        return (
+            subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+        )
     return None

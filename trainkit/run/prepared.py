@@ -1,13 +1,9 @@
-"""Check what a script has prepared, and refuse what could not be trained or resumed.
+"""Check what a script has prepared, and refuse what could not be trained or resumed."""
 
-Each check raises RuntimeError or UsageError, with one sentence that says what to do instead.
-"""
-
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -32,10 +28,8 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
     if num_models != len(models):
         raise RuntimeError(
             f"run.begin(...) got {count(num_models, 'model')} and accelerator.prepare "
-            f"{len(models)}: give it all of them, as a list. A model that is not trained, such as "
-            "a teacher, need not be prepared: move it by .to(accelerator.device), and name it in "
-            "run.begin(..., fixed={'teacher': teacher}) or, if the loop moves it, give it to "
-            "accelerator.register_for_checkpointing(...)"
+            f"{len(models)}: give it all of them, as a list. A teacher that is not trained need "
+            "not be prepared: name it in run.begin(..., fixed={'teacher': teacher})"
         )
     if any(batches_of(loader) is None for loader in prepared_loaders(accelerator)):
         raise RuntimeError(
@@ -44,37 +38,23 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
         )
     if not optimizers:
         raise RuntimeError("accelerator.prepare was given no optimizer: prepare every optimizer")
-    if any(isinstance(wrapped.optimizer, torch.optim.LBFGS) for wrapped in optimizers):
-        raise RuntimeError(
-            "LBFGS computes the loss several times in a step, and a step of run.steps(...) is one "
-            "pass over a batch: use another optimizer, or fit this model outside of Run"
-        )
     states = (pair for model in models for pair in model.state_dict().items())
     if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
         raise RuntimeError(
             f"{others[0]} of a model is not a tensor with its own storage, and checkpoints hold "
             "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
         )
-    weights = Counter(weights_of(*optimizers))
-    if twice := [weight for weight, num in weights.items() if num > 1]:
-        raise RuntimeError(
-            f"{len(twice)} of the weights are in two optimizers, or twice in one: list each once"
-        )
-    if strange := weights.keys() - {w for model in models for w in model.parameters()}:
+    strange = {*weights_of(*optimizers)} - {w for model in models for w in model.parameters()}
+    if strange:
         raise RuntimeError(
             f"{len(strange)} of the optimizers' weights are in no model that "
             "accelerator.prepare was given, so they would be neither averaged nor saved: "
             "prepare every module that is trained"
         )
-    check_scheduled(accelerator)
-
-
-def check_scheduled(accelerator: Accelerator) -> None:
-    """Raise RuntimeError if a learning rate schedule would be restarted by a resume."""
     schedules = prepared_schedulers(accelerator)
     steered = [optimizer for schedule in schedules for optimizer in schedule.optimizers]
     steered += [getattr(thing, "optimizer", None) for thing in registered_things(accelerator)]
-    for optimizer in prepared_optimizers(accelerator):
+    for optimizer in optimizers:
         # A schedule stores its initial rate there.
         is_steered = optimizer in steered or optimizer.optimizer in steered
         if "initial_lr" in optimizer.param_groups[0] and not is_steered:
@@ -108,8 +88,7 @@ class Prepared:
     """What accelerator.prepare was given. It refuses changes made to it while the run trains.
 
     A model that is entirely in evaluation mode, as from_pretrained returns it, is put into training
-    mode here. A model that is partly in evaluation mode, or is put into it later, is not changed,
-    and neither is one without trainable weights, such as a teacher.
+    mode here, unless it has no trainable weights.
 
     Args:
         wrapped: what accelerator.prepare returned for the model, or for each model.
@@ -139,20 +118,22 @@ class Prepared:
 
     def check_unchanged(self, state: dict[str, Any]) -> None:
         """Raise RuntimeError if requires_grad, train mode, a schedule or run.state was changed."""
-        now = self._requires_grad()
-        if len(now) != len(self.requires_grad):
+        if self.requires_grad != self._requires_grad():
             raise RuntimeError(
-                "add_param_group(...) changed an optimizer after accelerator.prepare(...), so that "
-                "no checkpoint would fit: give it all groups before, and the learning rate of a "
-                "later one a factor of 0 until then (docs/loop.md, unfreezing)"
+                "requires_grad of a weight, or the groups of an optimizer, were changed after "
+                "accelerator.prepare(...), so that no checkpoint would fit: to unfreeze weights, "
+                "start a new run with --start-from, or keep them trainable from the start, in a "
+                "group whose learning rate is 0 until then (docs/loop.md, unfreezing)"
             )
-        if self.requires_grad != now:
-            raise RuntimeError(
-                "requires_grad of a weight was changed after accelerator.prepare(...), which "
-                "DistributedDataParallel does not notice: to unfreeze weights start a new run with "
-                "--start-from, or keep them trainable from the start, in a group with lr=0"
-            )
-        self._check_layers()
+        # While a sharded model computes, other objects stand for its weights.
+        for before, now in zip_longest(self.layers, self._layers()):
+            if before is None or now is None or before[1] is not now[1]:
+                name, _ = before or now
+                raise RuntimeError(
+                    f"{name or 'a model'} was replaced, added or removed after "
+                    "accelerator.prepare(...), so no optimizer trains what is there now: do that "
+                    "before the optimizer is made"
+                )
         if not all(model.training for model in self.models if is_trained(model)):
             raise RuntimeError(
                 "a model is in evaluation mode: call model.train() before run.steps(...), then "
@@ -163,19 +144,6 @@ class Prepared:
                 "a learning rate schedule was stepped, or run.state changed, after run.save() or "
                 "run.end_epoch(...), so the checkpoint lacks the change: do that before"
             )
-
-    def _check_layers(self) -> None:
-        """Raise RuntimeError if a layer, or a weight of one, is another object than at the start.
-
-        While a sharded model computes, other objects stand for its weights.
-        """
-        before, now = self.layers, [*self._layers()]
-        for (name, old), (_, new) in zip(before, now, strict=False):
-            if old is not new:
-                raise replaced(name)
-        if len(before) != len(now):
-            longer = max(before, now, key=len)
-            raise replaced(longer[min(len(before), len(now))][0])
 
     def _layers(self) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
         for model in self.models:
@@ -188,13 +156,5 @@ class Prepared:
 
     def _schedules_and(self, state: dict[str, Any]) -> str:
         schedules = prepared_schedulers(self.accelerator)
-        return repr(
-            ([getattr(wrapped.scheduler, "last_epoch", None) for wrapped in schedules], state)
-        )
-
-
-def replaced(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"{name or 'a model'} was replaced, added or removed after accelerator.prepare(...), so "
-        "no optimizer trains what is there now: do that before the optimizer is made"
-    )
+        positions = [getattr(wrapped.scheduler, "last_epoch", None) for wrapped in schedules]
+        return repr((positions, state))

@@ -35,11 +35,9 @@ class Profile:
         self.accelerator = accelerator
         self.path = config.run_dir / "trace.json"
         self.say = say
-        self.num_before = min(WARM_UP, num_steps // 2)
-        wanted = 0 if config.dry_run else config.profile
-        self.num = min(wanted, num_steps - self.num_before) if accelerator.is_main_process else 0
-        if self.num and not self.num_before:
-            say(f"--profile {wanted}: the run has too few steps left, {num_steps}")
+        self.num_before = max(1, min(WARM_UP, num_steps // 2))
+        is_wanted = accelerator.is_main_process and not config.dry_run
+        self.num = config.profile if is_wanted else 0
         self.num_done = 0
         self.profiler: Any = None
         self.started = ExitStack()
@@ -74,16 +72,8 @@ class Profile:
         if self.profiler is None or num < 1 or self.num == 0:
             return
         self.close()
-        try:
-            self.profiler.export_chrome_trace(str(self.path))
-        except OSError as problem:
-            self.say(f"--profile: {self.path} cannot be written: {problem.strerror}")
+        self.profiler.export_chrome_trace(str(self.path))
         self.say(self.describe(num))
-
-    def close(self) -> None:
-        """Stop the profiler, if it runs, and profile no more."""
-        self.num = 0
-        self.started.close()
 
     def describe(self, num: int) -> str:
         """Return the table of the most expensive operations of `num` steps, and its heading."""
@@ -99,3 +89,8 @@ class Profile:
         launches = f", {calls / num:.0f} kernels launched in each" if on_card else ""
         trace = f"{self.path}, for ui.perfetto.dev"
         return f"profile      of {count(num, 'step')}{launches}\n{table}trace        {trace}"
+
+    def close(self) -> None:
+        """Stop the profiler, if it runs, and profile no more."""
+        self.num = 0
+        self.started.close()

@@ -1,9 +1,5 @@
 """Report on a run as it trains: a bar or a line a minute, and one line for each evaluation."""
 
-import math
-import shutil
-import sys
-import textwrap
 import time
 from typing import Any
 
@@ -19,7 +15,6 @@ from trainkit.numbers.orders import Length, Progress
 from trainkit.store.log import JsonlTracker, is_evaluation
 from trainkit.text import printable
 
-NUM_LINES = 25  # of epochs are printed, if there are many; metrics.jsonl has all
 # The metrics that a person looks at first, by the ends of their names.
 READ_FIRST = ("accuracy", "rmse", "r2")
 QUIET_SECONDS = 60.0  # off a terminal, an epoch prints its position about this often
@@ -39,9 +34,8 @@ class Reporter:
         self.last_loss = ""
 
     def print(self, text: str) -> None:
-        """Print on the main process."""
         if self.accelerator.is_main_process:
-            print(fit(printable(text)), flush=True)
+            print(printable(text), flush=True)
 
     def start(self, progress: Progress, num_done_at_start: int, last_step: int) -> None:
         """Begin the steps of an epoch, of whose samples num_done_at_start were already trained on.
@@ -82,9 +76,9 @@ class Reporter:
         numbers = {name: norm.item() for name, norm in norms.items()}
         row = {"epoch": progress.epoch, **losses, **rates, **numbers}
         self.accelerator.log(row, step=progress.step)
-        texts = [f"{name} {loss:.4f}" for name, loss in losses.items()]
-        self.last_loss = ", ".join(texts)
-        self.bar.set_postfix_str("".join(texts[:1]))  # more would leave no room for the bar
+        name, loss = next(iter(losses.items()), ("", 0.0))
+        self.last_loss = f"{name} {loss:.4f}" if name else ""
+        self.bar.set_postfix_str(self.last_loss)
 
     def say_where(self, epoch: int, num_done: int, num_used: int) -> None:
         """Print a line a minute where there is no progress bar."""
@@ -96,7 +90,6 @@ class Reporter:
             )
 
     def say_stopped(self, signal_name: str | None, step: int) -> None:
-        """Print that a signal has ended the run, after a checkpoint."""
         self.bar.close()  # or the sentence would begin on its line
         self.print(
             f"stopped by {signal_name or 'a signal to another process'} at step {step}, saved: "
@@ -117,8 +110,8 @@ class Reporter:
         return f", peak memory of a process {' or '.join(amounts)} MiB"
 
     def stop(self) -> None:
-        """End the steps of an epoch; the evaluation comes next, and prints where the bar was."""
-        self.bar.clear()
+        """End the steps of an epoch."""
+        self.bar.clear()  # the evaluation prints where it was
         self.train_seconds = time.perf_counter() - self.started_at
 
     def start_evaluation(self) -> None:
@@ -156,26 +149,7 @@ class Reporter:
         num_epochs = progress.epoch + progress.step_in_epoch / length.steps_per_epoch
         epoch = f"{round(num_epochs, 2):g}/{self.config.epochs}"
         rate = num_trained / self.train_seconds
-        is_rest = progress.epoch > 1 and progress.epoch % math.ceil(self.config.epochs / NUM_LINES)
-        if progress.step_in_epoch or not is_rest or length.is_over(progress):
-            self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))
-
-
-def fit(text: str) -> str:
-    """Break long lines between words if the output is a terminal, else return the text unchanged.
-
-    The rest of a broken line of the plan is indented to its column.
-    """
-    if not sys.stdout.isatty():
-        return text
-    wrap = textwrap.TextWrapper(
-        shutil.get_terminal_size().columns - 1, break_long_words=False, break_on_hyphens=False
-    )
-    lines = text.split("\n")
-    for number, line in enumerate(lines):
-        wrap.subsequent_indent = " " * (len(line) - len(line.rpartition("  ")[2]))
-        lines[number] = wrap.fill(line)
-    return "\n".join(lines)
+        self.print(self.table.line(epoch, progress.metrics, self.train_seconds, rate))
 
 
 class MetricsTable:

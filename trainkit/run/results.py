@@ -3,8 +3,8 @@
 Also best.safetensors of --keep-best, the weights that the first model had at the best evaluation.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from trainkit.checkpoints import sharded as shards
 from trainkit.checkpoints.contents import Frozen
 from trainkit.config import TrainingConfig, metric_and_direction
-from trainkit.errors import RunFailure, UsageError, as_usage_error
+from trainkit.errors import RunFailure, as_usage_error
 from trainkit.launch.processes import failing_together, wait_for_all
 from trainkit.numbers.orders import Progress
 from trainkit.run.plan import describe_run
@@ -23,7 +23,7 @@ from trainkit.store import records
 from trainkit.store.atomic import rename_free, write_durably, write_json
 from trainkit.store.manifest import step_name
 from trainkit.store.weights import check_writable, numbered, write_tensors
-from trainkit.text import check_json, count, first_sentence
+from trainkit.text import count, first_sentence
 
 Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadata
 TrainedWeights = Callable[[], AbstractContextManager]
@@ -43,32 +43,21 @@ class Results:
         self,
         accelerator: Accelerator,
         config: TrainingConfig,
-        models: Sequence[nn.Module],
-        metadata: dict[str, Any],
         frozen: Frozen,
+        metadata: dict[str, Any],
         save_frozen: bool,
     ):
-        check_json("the metadata of run.begin(...)", metadata)
         self.accelerator = accelerator
         self.config = config
         self.run_dir = config.run_dir
-        self.models = models
-        self.metadata = metadata
         self.frozen = frozen
+        self.metadata = metadata
         self.save_frozen = save_frozen
         self.has_weights = False
 
-    def write_start(self) -> None:
-        """Write run.json, and remove DONE, which is there if this run finished before."""
-        with failing_together(self.accelerator, f"--run-dir {self.run_dir} cannot be used"):
-            if self.accelerator.is_main_process:
-                (self.run_dir / "DONE").unlink(missing_ok=True)
-                described = describe_run(self.accelerator, self.config)
-                write_json(self.run_dir / "run.json", described)
-
     def write_best(self, step: int) -> None:
         """Write best.safetensors, the weights of the best evaluation, which was at this step."""
-        self._write_model("best.safetensors", self.models[0], {"step": step})
+        self._write_model("best.safetensors", self.frozen.models[0], {"step": step})
 
     def write_predictions(self, predictions: Predictions | None) -> None:
         """Write predictions.safetensors, if there are predictions."""
@@ -148,21 +137,16 @@ class Results:
         A best.safetensors of another one is renamed: the run was resumed from an older checkpoint.
         """
         step, path = progress.best_step, self.run_dir / "best.safetensors"
-        name, direction = metric_and_direction(self.config.keep_best or "")
-        if progress.best is None or progress.best_name != f"{name}:{direction}":
+        name, _ = metric_and_direction(self.config.keep_best or "")
+        if progress.best is None:
             return f"no evaluation gave a finite {name}: nothing was kept for it"
-        checkpoint = f"checkpoints/{step_name(step)}"
-        where = f"in {checkpoint}" if (self.run_dir / checkpoint).exists() else "no longer on disk"
-        if path.exists():
-            written_at = None
-            with suppress(UsageError), as_usage_error(f"{path} cannot be read"):
-                written_at = records.read_metadata(path)["step"]
-            if written_at == step:
-                where = f"in {path.name}"
-            else:
+        where = path.name
+        if not path.exists() or records.read_metadata(path)["step"] != step:
+            where = f"checkpoints/{step_name(step)}"
+            if path.exists():
                 rename_free(path, f"abandoned-{path.name}")
         value = show(name, progress.best)
-        return f"{name} was best at step {step}, {value}: those weights are {where}"
+        return f"{name} was best at step {step}, {value}: those weights are in {where}"
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
         path = self.run_dir / name
@@ -177,8 +161,16 @@ class Results:
         self._write(name, tensors, self.metadata | more)
 
     def _write_models(self, name: str) -> None:
-        for number, model in enumerate(self.models):
+        for number, model in enumerate(self.frozen.models):
             self._write_model(numbered(name, number), model, {})
+
+
+def write_start(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Write run.json, and remove DONE, which is there if this run finished before."""
+    with failing_together(accelerator, f"--run-dir {config.run_dir} cannot be used"):
+        if accelerator.is_main_process:
+            (config.run_dir / "DONE").unlink(missing_ok=True)
+            write_json(config.run_dir / "run.json", describe_run(accelerator, config))
 
 
 def check_predictions(

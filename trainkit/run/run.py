@@ -2,14 +2,12 @@
 
 A script calls load and begin. Then, in each of epochs(): for each batch of steps() it calls
 step_mean, add, end_step and, if that returns True, save; then end_epoch. At last it calls finish.
-main() of train_mnist.py shows them all.
-
-The script passes one value for each sample (or token), and Run computes the means over processes
-and micro-batches. Run never calls the model, backward or step, never looks into a batch, and does
-not know what a metric means. Read next: step.py (one step), numbers/loaders.py (which samples),
-numbers/means.py (what a mean is divided by) and checkpoints/ (save and resume).
+It passes one value for each sample (or token), and Run computes the means over processes and
+micro-batches. Run never calls the model, backward or step, and never looks into a batch.
 """
 
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -25,34 +23,25 @@ from trainkit.checkpoints.contents import Contents, Frozen
 from trainkit.checkpoints.resume import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.config import TrainingConfig
+from trainkit.errors import EXIT_STOPPED
 from trainkit.launch.processes import start_beating, wait_for_all
 from trainkit.launch.run_folder import borrow_run_folder, open_run
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import same_bits
 from trainkit.numbers.means import RunningMeans, Selection
 from trainkit.numbers.orders import Length
+from trainkit.numbers.randoms import key, seed_generators
 from trainkit.run import evaluation
 from trainkit.run.data import load_checked
 from trainkit.run.ema import EMA
-from trainkit.run.ending import (
-    find_missing_metric,
-    leave_dry_run,
-    leave_if_missed,
-    leave_stopped,
-    update_best,
-)
-from trainkit.run.guards import (
-    IN_BATCH,
-    allowed,
-    need,
-    out_of_order,
-)
+from trainkit.run.ending import find_missing_metric, leave_if_missed, update_best
+from trainkit.run.guards import IN_BATCH, allowed, need, out_of_order
 from trainkit.run.plan import describe_plan
 from trainkit.run.prepared import Prepared, check_loader
 from trainkit.run.profile import Profile
-from trainkit.run.results import Results, check_predictions
+from trainkit.run.results import Results, check_predictions, write_start
 from trainkit.run.session import leave_processes, start_accelerator
-from trainkit.run.step import CountValues, Step
+from trainkit.run.step import CountValues, Step, sums_of
 from trainkit.text import check_json
 
 # Where the generators are seeded for what the script draws outside of a batch.
@@ -69,11 +58,6 @@ class Run:
 
     Attributes:
         stage: which calls may come next: see run/guards.py.
-        resources: what is cleaned up at the end.
-        log: a Reporter, which writes metrics.jsonl and timing.jsonl.
-        sets, data_hashes: the training set and the evaluation set, and hashes of them by name.
-        length: how long the run is in steps, and when it evaluates.
-        prepared: what went through accelerator.prepare.
         models: the models without the wrappers of DDP and torch.compile.
         progress: where the run stands: progress.step, and progress.epoch, completed ones.
     """
@@ -137,27 +121,28 @@ class Run:
             fixed: modules, files and folders that are used and not trained, such as a teacher, by
                 name. Their content is compared between processes and on a resume.
         """
+        check_json("the metadata of run.begin(...)", metadata)
         accelerator, config, fixed = self.accelerator, self.config, fixed or {}
-        # What was prepared, and the plan.
         self.prepared = Prepared(accelerator, model)
         models = self.models = self.prepared.models
         self.next_command = (plan or {}).get("next", "")
         self.print(describe_plan(self, plan or {}))
-        if config.dry_run:
-            self._begin_dry_run()
+        if config.dry_run:  # a step and a batch of an evaluation, in a borrowed folder
+            self.resources.callback(borrow_run_folder(config).cleanup)
+            self.log.tracker.write_into(config.run_dir)
+            self.length.last_step = 1
         # What is the same in every start: initial weights, and what a resume compares.
-        started_from, weights_hash = start_from(accelerator, config, models[0])
+        started_from, weights_hash = start_from(accelerator, config)
         frozen = Frozen(models)
-        self.results = Results(accelerator, config, models, metadata, frozen, save_frozen)
         fingerprint = fingerprint_run(
-            accelerator, config, models, self.data_hashes, metadata, weights_hash, fixed
+            accelerator, config, self.data_hashes, metadata, weights_hash, fixed
         )
-        # What changes with each step.
-        self.step = Step(accelerator, config, self.signals, models, self.length, self.print)
+        # What each step changes, and what the run leaves.
+        self.step = Step(accelerator, config, self.signals, models, self.length)
         self.resources.callback(self.step.release)
         self.means = RunningMeans(accelerator, self.signals.gather)
         self.ema = EMA(models, config.ema)
-        # What is on the disk.
+        self.results = Results(accelerator, config, frozen, metadata, save_frozen)
         contents = Contents(accelerator, frozen, self.ema.values, fixed, fingerprint)
         self._open_folder(contents, fingerprint)
         with self.ema.trained_weights():
@@ -178,23 +163,23 @@ class Run:
         """Write run.json, and start what watches the steps."""
         if self.progress.step == 0 and started_from:
             self.print(started_from)
-        self.results.write_start()  # only now: a refused resume leaves DONE and run.json
+        write_start(self.accelerator, self.config)  # a refused resume leaves DONE and run.json
         flags = {name: str(value) for name, value in vars(self.config).items()}
         self.accelerator.init_trackers(self.project, flags)
         num_steps = self.length.last_step - self.progress.step
         self.profile = Profile(self.accelerator, self.config, num_steps, self.print)
         self.resources.callback(self.profile.close)
-        self.step.seed_outside(AFTER_BEGIN)
+        self._seed(AFTER_BEGIN)
 
-    def _begin_dry_run(self) -> None:
-        """Do all that a run does, up to a batch of its first evaluation, in a borrowed folder."""
-        self.resources.callback(borrow_run_folder(self.config).cleanup)
-        self.log.tracker.write_into(self.config.run_dir)
-        self.length.last_step = 1
+    def _seed(self, place: str, *position: int) -> None:
+        """Seed what the script draws where no batch is, so that a resume draws the same there."""
+        seed_generators(self.accelerator.device, key(place, self.config.seed, *position))
 
     def _end_dry_run(self, tried: str) -> None:
         self.stage = "over"
-        leave_dry_run(self.log, tried)
+        self.log.bar.close()
+        self.print(f"dry run: a step and {tried} were tried, and nothing was written")
+        sys.exit(0)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -209,15 +194,11 @@ class Run:
         The body must run steps() to its end and then call end_epoch(). stop() ends the run early.
         """
         while not self.length.is_over(self.progress) or self.length.must_evaluate(self.progress):
-            self._wait_for_all()
-            self.step.seed_outside(IN_EPOCH, self.progress.epoch)
+            wait_for_all(self.accelerator, self.config.time_limit)
+            self._seed(IN_EPOCH, self.progress.epoch)
             self.stage = "epoch"
             yield self.progress.epoch
             need(self, "the next epoch", "ready")
-
-    def _wait_for_all(self) -> None:
-        """Wait for a process that draws, writes or prepares something alone."""
-        wait_for_all(self.accelerator, self.config.time_limit)
 
     @allowed("epoch")
     def steps(self, loader: DataLoader, count: CountValues | None = None) -> Iterator[Any]:
@@ -252,7 +233,7 @@ class Run:
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
                 self.checkpoints.save(progress)
         self.log.start_evaluation()
-        self.step.seed_outside(IN_EVALUATION, progress.epoch, progress.step_in_epoch)
+        self._seed(IN_EVALUATION, progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
 
     def _is_due(self) -> bool:
@@ -333,7 +314,9 @@ class Run:
 
         mask, weights: a tensor for all values, or a dict with one for some of the names.
         """
-        self.means.add_all(self.step.sums(values, mask, weights))
+        num, device = self.step.num_samples, self.accelerator.device
+        call, sizes = "run.add(...)", self.step.sizes
+        self.means.add_all(sums_of(call, values, mask, weights, num, sizes, device))
 
     @allowed(*IN_BATCH, "trained")
     def stop(self) -> None:
@@ -391,7 +374,9 @@ class Run:
             self.checkpoints.commits.wait()
             self.checkpoints.wait_for_mirror(self.config.timeout)
             self.stage = "over"
-            leave_stopped(self.signals, self.log, self.progress.step)
+            self.signals.ignore(signal.SIGINT)
+            self.log.say_stopped(self.signals.signal_name, self.progress.step)
+            sys.exit(EXIT_STOPPED)
 
     @allowed("ready", "epoch", "trained")
     def evaluate(
@@ -409,11 +394,13 @@ class Run:
         return self._evaluate(evaluation.predict, loader, function)
 
     def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
-        # Only then can a checkpoint record that this evaluation is still to be done.
-        stopping = self.signals.requested if self.stage == "trained" else lambda: False
-        is_dry = self.config.dry_run and self.stage == "trained"
-        if is_dry:
-            stopping = lambda: True  # noqa: E731  after a batch
+        is_due = self.stage == "trained"
+        is_dry = self.config.dry_run and is_due
+
+        def stopping() -> bool:
+            # Only an evaluation that is due can be recorded as still to be done.
+            return is_dry or (is_due and self.signals.requested())
+
         collected = collect(self.accelerator, loader, function, stopping, self.step)
         if is_dry:
             self._end_dry_run("a batch of the evaluation")
@@ -434,7 +421,7 @@ class Run:
         A checkpoint of the best step of --keep-best is saved, unless run.steps(...) has saved it.
         The predictions of the last evaluation and `metadata` go to predictions.safetensors.
         """
-        self._wait_for_all()
+        wait_for_all(self.accelerator, self.config.time_limit)
         if self.config.dry_run:
             self._end_dry_run("an evaluation")
         progress, length = self.progress, self.length
@@ -470,7 +457,7 @@ class Run:
         """
         if self.stage != "ready" or not self.length.is_over(self.progress):
             raise out_of_order("run.finish()", self.stage)
-        self._wait_for_all()
+        wait_for_all(self.accelerator, self.config.time_limit)
         self.checkpoints.commits.wait()
         memory = self.log.log_memory(self.progress.step)
         self.results.finish(

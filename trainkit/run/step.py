@@ -1,7 +1,6 @@
 """The current optimizer step: its number of samples, its means and its gradients."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from trainkit.numbers.randoms import Dropout, key, release_dropout, seed_dropout
 from trainkit.repairs.private_names import prepared_optimizers
 from trainkit.repairs.replaced import end_with_this_batch, take_loss_scale
 from trainkit.run.compiling import Compiling
-from trainkit.run.guards import EqualSizes, FiniteGuard, LoopGuard, check_rows, check_tensor
+from trainkit.run.guards import EqualSizes, FiniteGuard, LoopGuard, check_rows
 
 CALL = "run.step_mean(...)"
 
@@ -39,21 +38,15 @@ class Step:
     """The state of the current optimizer step. Run starts and finishes it.
 
     Attributes:
-        rates: the learning rate of each optimizer in the step.
         number: of the step, counted from 1.
         num_in_step: samples in the step, over all processes and micro-batches.
         num_done_in_step: how many of them are in micro-batches before the current one.
         num_samples: samples of this process in the current micro-batch; 0: only padding.
         num_evaluated: the same in a batch of an evaluation; None outside of one.
-        losses: this process's share of each mean of the micro-batch: its sum, divided by what the
-            whole mean is divided by; the FiniteGuard reads them.
-        divisors: what its means are divided by.
-        sizes: of values without a mask, which must be equal in the whole step.
-        compiling: lets models be compiled in the first whole step alone, and says when CUDA graphs
-            may use their memory again.
-        norms: of the gradients, before they are clipped, by their names in metrics.jsonl.
+        losses: this process's share of each mean of the micro-batch, for messages.
+        rates: the learning rate of each optimizer, and norms: of the gradients before they are
+            clipped, by their names in metrics.jsonl.
         clipped, stepped: the optimizers whose gradients are clipped, and those already stepped.
-        depths: how many calls of the step of an optimizer are within each other now.
     """
 
     def __init__(
@@ -63,7 +56,6 @@ class Step:
         signals: Signals,
         models: Sequence[nn.Module],
         length: Length,
-        say: Callable[[str], object] = print,
     ):
         self.accelerator, self.config, self.signals = accelerator, config, signals
         self.length = length
@@ -84,16 +76,12 @@ class Step:
         self.losses: list[torch.Tensor] = []
         self.divisors = Divisors(accelerator, config.accumulate)
         self.sizes = EqualSizes()
-        # Whether a mean goes over several processes or micro-batches, so that sizes must be equal.
-        self.is_shared = accelerator.num_processes * config.accumulate > 1
         self.clipped: set[torch.optim.Optimizer] = set()
         self.stepped: set[torch.optim.Optimizer] = set()
-        self.depths: Counter[torch.optim.Optimizer] = Counter()
         for optimizer in self.optimizers:
             optimizer.optimizer.register_step_pre_hook(self.enter_step)
-            optimizer.optimizer.register_step_post_hook(self.leave_step)
         self.update_scale = take_loss_scale(accelerator, self.clip_once)
-        self.compiling = Compiling(accelerator, say)
+        self.compiling = Compiling(accelerator)
 
     def start(self, progress: Progress) -> None:
         """Start the step after this position of the run."""
@@ -105,12 +93,8 @@ class Step:
         self.num_done_in_step = 0
         # A short step may have fewer: what a script adds to the loss keeps its weight.
         self.accelerator.gradient_accumulation_steps = self.num_micro_batches
-        self.sizes.start_step()
+        self.sizes.num_steps += 1
         self.compiling.start_step(self.num_in_step == self.config.batch_size)
-
-    def seed_outside(self, place: str, *position: int) -> None:
-        """Seed what the script draws where no batch is, so that a resume draws the same there."""
-        seed_generators(self.accelerator.device, key(place, self.config.seed, *position))
 
     @property
     def num_micro_batches(self) -> int:
@@ -129,14 +113,11 @@ class Step:
 
     def start_micro_batch(self, loader: DataLoader) -> None:
         """Seed the random numbers of the next forward pass by where it is in the step."""
-        end_with_this_batch(
-            loader, self.num_done_in_step + self.micro_batch_size >= self.num_in_step
-        )
-        start, self.num_samples = self.rows_of(
-            self.accelerator.process_index, self.num_done_in_step
-        )
+        is_last = self.num_done_in_step + self.micro_batch_size >= self.num_in_step
+        end_with_this_batch(loader, is_last)
+        rank, device = self.accelerator.process_index, self.accelerator.device
+        start, self.num_samples = self.rows_of(rank, self.num_done_in_step)
         first = self.num_done_in_step + start
-        device = self.accelerator.device
         seed_dropout(self.dropouts, device, first, *self.seed_key, num_samples=self.num_samples)
         # All other random numbers, those of nn.Dropout too, depend on `first` and so on the number
         # of processes and micro-batches. Samples that are made meanwhile reseed those of the host.
@@ -180,11 +161,10 @@ class Step:
         for a mask or weights with --accumulate above 1 without count=.
         """
         selection = weights if mask is None else mask
-        is_padding = self.num_samples == 0
-        check_tensor(CALL, values)
-        total, count = sum_and_count(CALL, values, mask, weights, is_padding)
         if selection is None:
-            self._check(CALL, values, len(self.losses))
+            self.sizes.check(CALL, values, self.num_samples, len(self.losses))
+        total, count = sum_and_count(CALL, values, mask, weights, self.num_samples == 0)
+        if selection is None:
             count = self.num_in_step * values.shape[1:].numel()
         divisor = self.divisors.of(
             count, selection, over, self.num_done_in_step // self.micro_batch_size
@@ -196,22 +176,6 @@ class Step:
         mean = total * (scale + 0 * share)
         self.loop.watch_mean(mean)
         return mean
-
-    def sums(
-        self, values: dict[str, torch.Tensor], mask: Selection, weights: Selection
-    ) -> Iterator[tuple[str, torch.Tensor, int | torch.Tensor]]:
-        """Yield name, sum and number of each of these values of run.add: see means.select."""
-        is_padding = self.num_samples == 0
-        dtype = exact_type(self.accelerator.device)
-        for name, value, selection in select("run.add(...)", values, mask, weights):
-            call = f"run.add({name}=...)"
-            check_tensor(call, value)
-            if not selection:
-                self._check(call, value)
-            total, count = sum_and_count(
-                call, value.detach(), **selection, is_padding=is_padding, dtype=dtype
-            )
-            yield name, total, count
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
         """Clip the gradients to --clip-norm; stop all processes if they are not finite.
@@ -242,13 +206,33 @@ class Step:
             self.signals.wait()  # the guard reads the norm of the previous step
         else:
             self.signals.barrier()  # GradScaler reads the gradients of this step
-        self.loop.end_window()
+        self.loop.in_window = False  # zero_grad() may follow
         norm = clip_gradients(self.accelerator, self.config.clip_norm, *optimizers)
         order = [prepared.optimizer for prepared in self.optimizers]
         number = min(order.index(optimizer) for optimizer in optimizers)
         self.norms[f"grad_norm_{number}" if number else "grad_norm"] = norm.detach()
         self.clipped |= {*optimizers}
         self.guard.check(norm, self.losses, self.number, self.rates["learning_rate"])
+
+    def clip_once(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Clip and check the gradients, unless the script itself has done so in this step."""
+        if optimizer not in self.clipped:
+            self._clip(optimizer)
+
+    def enter_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Clip and check the gradients of an optimizer; torch calls this before each of its steps.
+
+        Raises RuntimeError for a second step in the same step of the run.
+        """
+        if optimizer in self.stepped:
+            raise RuntimeError(
+                "optimizer.step() was called twice in one step of the run, with the same "
+                "gradients: call it once"
+            )
+        self.clip_once(optimizer)
+        self.loop.enter_step(optimizer)
+        shards.forget_whole_weights(self.sharded)
+        self.stepped.add(optimizer)
 
     def finish_micro_batch(self, is_last: bool) -> None:
         """Count the samples of the micro-batch; is_last says that an optimizer step followed it."""
@@ -274,8 +258,7 @@ class Step:
                 "--accumulate N and N times the --batch-size"
             )
         if self.loop.num_left:
-            self.sizes.check_processes(self.accelerator)
-            self.divisors.check()
+            self._check_shares()
         self.loop.finish_step(set() if skipped else self.stepped)
         self.clipped.clear()
         self.stepped.clear()
@@ -285,41 +268,18 @@ class Step:
     def check_weights(self) -> None:
         """Raise RunFailure on all processes unless the weights are finite and equal on all."""
         self.signals.barrier()
+        self._check_shares()
+        self.guard.finish(*self.optimizers)
+
+    def _check_shares(self) -> None:
+        """Raise RuntimeError if the processes had means over values of other sizes or numbers."""
         self.sizes.check_processes(self.accelerator)
         self.divisors.check()
-        self.guard.finish(*self.optimizers)
 
     def release(self) -> None:
         """Turn the dropout layers back into ordinary nn.Dropout, and compile as before."""
         release_dropout(self.dropouts)
         self.compiling.release()
-
-    def enter_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Clip and check the gradients of an optimizer; torch calls this before each of its steps.
-
-        Raises RuntimeError for a second step in the same step of the run.
-        """
-        self.depths[optimizer] += 1
-        if self.depths[optimizer] > 1:  # a step may call that of the class it extends
-            return
-        if optimizer in self.stepped:
-            raise RuntimeError(
-                "optimizer.step() was called twice in one step of the run, with the same "
-                "gradients: call it once"
-            )
-        self.clip_once(optimizer)
-        self.loop.check_zeroed(optimizer)
-        shards.forget_whole_weights(self.sharded)
-        self.stepped.add(optimizer)
-
-    def clip_once(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Clip and check the gradients, unless the script itself has done so in this step."""
-        if optimizer not in self.clipped:
-            self._clip(optimizer)
-
-    def leave_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """torch calls this after each step of an optimizer."""
-        self.depths[optimizer] -= 1
 
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return the rows of the whole batch, of all processes, and where this process's start.
@@ -343,11 +303,23 @@ class Step:
         first = min(starts[self.accelerator.process_index], self.num_in_step - 1)
         return processes.gather_rows(rows[: self.num_samples], nums), first
 
-    def _check(self, call: str, values: torch.Tensor, number: int = 0) -> None:
-        """Raise RuntimeError unless values without a mask have a row for each sample, equal ones.
 
-        number: of equal calls in this micro-batch.
-        """
-        check_rows(call, values, self.num_samples)
-        if self.is_shared and self.num_samples:
-            self.sizes.check(call, values, number)
+def sums_of(
+    call: str,
+    values: dict[str, torch.Tensor],
+    mask: Selection,
+    weights: Selection,
+    num_samples: int,
+    sizes: EqualSizes,
+    device: torch.device,
+) -> Iterator[tuple[str, torch.Tensor, int | torch.Tensor]]:
+    """Yield name, sum and number of each of these values of a batch: see means.select."""
+    for name, value, selection in select(call, values, mask, weights):
+        named = f"{call}, for {name},"
+        if not selection:
+            sizes.check(named, value, num_samples)
+        is_padding, dtype = num_samples == 0, exact_type(device)
+        total, count = sum_and_count(
+            named, value.detach(), **selection, is_padding=is_padding, dtype=dtype
+        )
+        yield name, total, count
