@@ -1,14 +1,11 @@
 """Photos as people have them: every kind of file, folder and list is read right or named."""
 
 import contextlib
-import io
 import json
 import multiprocessing
 import os
 import re
 import signal
-import struct
-import zlib
 from pathlib import Path
 from unittest import mock
 
@@ -29,7 +26,7 @@ from made_pictures import (
     parquet,
     photo,
 )
-from PIL import Image, PngImagePlugin
+from PIL import Image
 
 from examples import pictures
 from trainkit.config import parse
@@ -53,18 +50,6 @@ BLACK = GREY.point(lambda value: 255 * (value > 100), "1")
 CLEAR.paste((0, 0, 0, 0), (0, 0, 60, 20))  # the upper half
 
 
-def in_16_bits(upper: tuple[int, ...], lower: tuple[int, ...]) -> bytes:
-    """Two halves in colours of 16 bits, where the upper one is clear; Pillow cannot write it."""
-    lines = [struct.pack(">x180H", *half * 60) for half in (upper, lower)]
-    file = io.BytesIO()
-    file.write(b"\x89PNG\r\n\x1a\n")
-    PngImagePlugin.putchunk(file, b"IHDR", struct.pack(">IIBBBBB", 60, 40, 16, 2, 0, 0, 0))
-    PngImagePlugin.putchunk(file, b"tRNS", struct.pack(">3H", *upper))
-    PngImagePlugin.putchunk(file, b"IDAT", zlib.compress(b"".join(line * 20 for line in lines)))
-    PngImagePlugin.putchunk(file, b"IEND")
-    return file.getvalue()
-
-
 DEEP = Image.fromarray(np.asarray(GREY, np.uint16) * 257)
 AS_IT_IS, ON_WHITE, BLACK_AND_WHITE = [RED, GREEN], [WHITE, GREEN], [(0,) * 3, WHITE]
 MOVING = {"save_all": True, "append_images": [Image.new("RGB", (60, 40))]}
@@ -80,11 +65,6 @@ KINDS = {
     "grey.png": (GREY, GREYS),
     "bits.png": (BLACK, BLACK_AND_WHITE),
     "16 bits.png": (DEEP, GREYS),
-    "16 bits, one clear.png": (DEEP, [WHITE, GREYS[1]], {"transparency": 88 * 257}),
-    "16 bits in colour, one clear.png": (
-        in_16_bits((9000, 8000, 300), tuple(257 * value for value in GREEN)),
-        ON_WHITE,
-    ),
     "rgba.png": (CLEAR, ON_WHITE),
     "la.png": (CLEAR.convert("LA"), [WHITE, GREYS[1]]),
     "palette.png": (COLOUR.quantize(8), AS_IT_IS),
@@ -106,10 +86,7 @@ def test_a_file_of_any_kind_has_its_colours(name, tmp_path):
     picture, expected, *options = KINDS[name]
     if name.endswith("heic"):
         pytest.importorskip("pillow_heif")
-    if isinstance(picture, bytes):
-        (tmp_path / name).write_bytes(picture)
-    else:
-        picture.save(tmp_path / name, **dict(*options))
+    picture.save(tmp_path / name, **dict(*options))
     values = files.read_centre(tmp_path / name, 32)[0].astype(int)
     assert values.shape == (32, 32, 3)
     for half, colour in zip((values[3:13], values[19:29]), expected, strict=True):
@@ -119,7 +96,7 @@ def test_a_file_of_any_kind_has_its_colours(name, tmp_path):
 
 
 def load(folder: Path, *flags: object) -> tuple[photos.Photos, photos.Photos, dict[str, str]]:
-    words = ["--dataset", str(folder), "--size", "16", "--resize", "16", *map(str, flags)]
+    words = ["--dataset", str(folder), "--size", "16", "--fit", "squash", *map(str, flags)]
     return photos.load_photos(parse(pictures.Config, words))
 
 
@@ -131,10 +108,11 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(tmp_
     bad = {name: save for name, (save, _) in BAD_FILES.items()}
     for name, save in bad.items():
         save(tmp_path / "a" / name)
-    with pytest.raises(UsageError, match=r"4 of 14 pictures cannot be read: ") as refusal:
+    deep = Image.fromarray(np.full((8, 8), 40_000, np.uint16))
+    deep.save(tmp_path / "a" / "clear.png", transparency=40_000)
+    with pytest.raises(UsageError, match=r"4 of 14 pictures cannot be read .*: ") as refusal:
         load(tmp_path)
-    problems, command = str(refusal.value).split("\n")
-    assert all(name in problems for name in bad) and command.endswith(" --skip-unreadable")
+    assert all(name in str(refusal.value) for name in [*bad, "clear.png"])
     found, held_out, plan = load(tmp_path, "--skip-unreadable")
     assert len(found) + len(held_out) == 10 and "4 left out" in plan["unreadable"]
     assert found.pick(torch.arange(8))[0].shape == (8, 3, 16, 16)
@@ -143,7 +121,7 @@ def test_all_files_that_cannot_be_read_are_named_at_once_and_can_be_skipped(tmp_
 def test_a_set_of_the_hub_is_read(tmp_path, monkeypatch):
     parquet(tmp_path, made := dataset())
     expected, *_ = load(tmp_path)
-    monkeypatch.setattr(splits, "load_by_datasets", {"owner/name": made}.__getitem__)
+    monkeypatch.setattr(datasets, "load_dataset", {"owner/name": made}.__getitem__)
     found, *_ = load(Path("owner/name"))
     assert all(map(torch.equal, found.pick(torch.arange(60)), expected.pick(torch.arange(60))))
     assert found.classes == NAMES
@@ -181,14 +159,10 @@ def strips(folder: Path, size: tuple[int, int] = (300, 30)):
 @pytest.mark.parametrize(
     "flags, seen, said",
     [
-        ([], True, r"^20 of 20 pictures are not square: 20 beyond 2 : 1 are padded"),
-        (
-            ["--fit=crop"],
-            False,
-            r"not square: the centre squares are read, 90\.0% is cut off",
-        ),
-        (["--fit=pad"], True, "all are padded"),
-        (["--fit=squash"], True, "all are squashed"),
+        ([], True, r"^20 of 20 are not square and cropped, or padded beyond 2 : 1 \(--fit\)"),
+        (["--fit=crop"], False, r"not square and cropped: 90\.0% is cut off \(--fit\)"),
+        (["--fit=pad"], True, "and padded"),
+        (["--fit=squash"], True, "and squashed"),
     ],
 )
 def test_what_of_wide_pictures_is_seen_is_said_and_the_same_for_predict(
@@ -229,19 +203,15 @@ def test_on_a_card_few_pictures_are_contiguous_in_memory_and_have_the_same_numbe
         assert result.is_contiguous(memory_format=layout) and torch.equal(result, results[0])
 
 
-def test_pictures_that_say_nothing_and_what_is_in_two_classes_are_named(tmp_path):
+def test_pictures_that_say_nothing_are_refused_and_a_class_of_one_is_trained_on(tmp_path):
     white = Image.new("RGB", (20, 20), "white")
     fill(tmp_path / "few", *FIVE, "c/0.png", "c/1.png", "c/2.png", "d/0.png")
     for n in range(6):
         for name in "ab":
             (tmp_path / "white" / name).mkdir(parents=True, exist_ok=True)
             white.save(tmp_path / f"white/{name}/{n}.png")
-    (tmp_path / "few/b/same.png").write_bytes((tmp_path / "few/a/0.png").read_bytes())
-    sets = [
-        ["--dataset", str(tmp_path / name), "--size=16", "--resize=16"] for name in ("few", "white")
-    ]
-    train, _, plan = photos.load_photos(parse(pictures.Config, sets[0]))
-    assert plan["unlike"] == "2 of 15 pictures look as one of another class"
+    sets = [["--dataset", str(tmp_path / name), "--size=16"] for name in ("few", "white")]
+    train, *_ = photos.load_photos(parse(pictures.Config, sets[0]))
     assert 3 in train.labels  # the only one of its class is trained on
     with refused(r"all 12 pictures look the same"):
         photos.load_photos(parse(pictures.Config, sets[1]))
@@ -260,7 +230,7 @@ def test_a_fault_while_decoding_is_one_sentence_and_leaves_no_part_of_a_file(tmp
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     kill = lambda worker: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     monkeypatch.setattr(decoding, "outlive_signals", kill)
-    with refused(r"npy cannot be written: .*was killed: is memory full\?"):
+    with refused(r"npy cannot be written: .*DataLoader worker"):
         load(tmp_path / "data")
     assert not [*(tmp_path / "cache/pictures").iterdir()]
 
@@ -316,13 +286,6 @@ def test_the_worst_classes_are_named_and_what_an_accuracy_is_worth(tmp_path):
     assert describe_recall(tmp_path).endswith("'0', which is right for 2 of 40: it recognised 2")
 
 
-def test_a_network_of_one_size_takes_no_other():
-    pytest.importorskip("timm")
-    flags = "--dataset photos --model test_vit --scratch --size 32"
-    with refused("--size 32: this network takes only pictures of size 160"):
-        pictures.load_data(parse(pictures.Config, flags.split()))
-
-
 def test_a_crop_depends_on_seed_epoch_and_sample_alone():
     config = parse(pictures.Config, ["--dataset", "x", "--size", "16"])
     images = torch.arange(1200).view(1, 3, 20, 20) % 251
@@ -364,7 +327,7 @@ def test_three_digits_in_colour_are_told_apart_by_a_frozen_network(
     pytest.importorskip("timm")
     colour_folder(tmp_path / "data", 30)
     flags = ["--dataset", tmp_path / "data", "--freeze", "--run-dir", tmp_path / "run"]
-    flags += ["--size", 96, "--resize", 96]
+    flags += ["--size", 96, "--fit", "squash"]
     compute = backbones.compute_once
     monkeypatch.setattr(backbones, "compute_once", lambda *x: print("features") or compute(*x))
     metrics = run_main("examples.pictures", *flags, "--no-pictures")

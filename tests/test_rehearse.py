@@ -25,7 +25,7 @@ ROWS = {
 # The examples in their quick form, as in test_worlds.py.
 SMALL = "--batch-size 18 --eval-batch-size 27"
 TABLE = f"--data {{table}}/t.csv {SMALL} --learning-rate 0.02 --features a,b,c --target"
-PHOTOS = f"examples/pictures.py --dataset {{photos}}/data {SMALL} --size 32 --resize 36"
+PHOTOS = f"examples/pictures.py --dataset {{photos}}/data {SMALL} --size 32"
 EXAMPLES = {
     "deep": "train_mnist.py --dataset {tiny} --model deep --batch-size 36",
     "tabm": f"examples/table.py {TABLE} y",

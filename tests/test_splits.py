@@ -290,7 +290,6 @@ def test_pictures_are_evaluated_on_a_folder_of_their_own(tmp_path):
     assert plan["evaluated on"] == f"--eval-data {tmp_path}/new: 3 pictures"
     assert plan["twice"] == "1 of 3 pictures to evaluate on is also trained on"
     assert plan["rare"].endswith("fewer than 5 pictures to evaluate on: b 0, \xe9 1, a 2")
-    assert plan["spelling"] == "1 class name in another form of Unicode, read in NFC: \xe9"
     save_shaded(tmp_path / "new" / "d", 103)
     sentence = r"^--eval-data .*/new, column 'label', row 3: the label 'd' is not one of the 3 "
     with pytest.raises(UsageError, match=sentence):
@@ -426,14 +425,3 @@ def test_a_column_that_says_which_rows_are_evaluated_is_refused_unless_it_is_wan
         text_sets("--data", tmp_path / "t.jsonl")
     sets = text_sets("--data", tmp_path / "t.jsonl", "--label", "split")
     assert sets.classes == ["test", "train"]
-
-
-def test_a_column_called_split_beside_pictures_is_named_and_is_no_class(tmp_path):
-    save_shaded(tmp_path / "set", *range(10, 30))
-    listed = {"file_name": [f"{value}.png" for value in range(10, 30)], "Split": SIDES}
-    pd.DataFrame(listed | {"label": ["a", "b"] * 10}).to_csv(
-        tmp_path / "set/metadata.csv", index=False
-    )
-    train, held_out, plan = pictures_of(tmp_path / "set")
-    assert (len(train), len(held_out)) == (16, 4)
-    assert plan["split"].startswith("column Split is not read: put the pictures of each split")

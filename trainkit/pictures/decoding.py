@@ -19,11 +19,11 @@ from tqdm import tqdm
 from trainkit.errors import as_usage_error, first_sentence
 from trainkit.hashes import digest
 from trainkit.launch.signals import outlive_signals
-from trainkit.pictures.files import deep_kind, measure_greys, source_of
+from trainkit.pictures.files import is_deep, source_of
 from trainkit.reading.kept import no_bar
 from trainkit.store.atomic import replacing
 
-NUM_BLOCKS, LARGEST = 100, 64  # of pictures, which a worker decodes at a time
+SIZE = 32  # pictures, which a worker decodes at a time
 NUM_ALONE = 256  # below this, starting workers costs more than it saves
 
 # read(file, side) returns a square of a picture, uint8, and its form: its size and mode in words.
@@ -38,65 +38,49 @@ class Decoded(NamedTuple):
         problems: what is wrong with the rows that cannot be read.
         forms: how many pictures are of which size and mode.
         hashes: of the values of each row, int64, equal for equal pictures.
-        greys: the smallest and the largest value of each kind of deep grey pictures, if `read` did
-            not know their range: then there is no file, because they must be decoded again by it.
+        brightest: the largest value of grey pictures of more than 8 bits, -1 if there are none.
     """
 
     path: Path
     problems: dict[int, str]
     forms: Counter[str]
     hashes: torch.Tensor
-    greys: dict[str, list[float]]
+    brightest: int
 
 
 class Blocks(Dataset):
-    """The pictures by blocks: the bytes of their values, and what is said of them, as in Decoded.
+    """Blocks of pictures: the bytes of their values, and what is said of them, as in Decoded."""
 
-    See decode_once for the arguments.
-    """
-
-    def __init__(
-        self, cells: datasets.Dataset, shape: tuple[int, ...], read: Read, has_greys: bool
-    ):
-        self.cells, self.shape, self.read, self.has_greys = cells, shape, read, has_greys
-        # Large blocks cost less for each picture, small ones keep all workers busy to the end.
-        self.size = min(LARGEST, 1 + len(cells) // NUM_BLOCKS)
+    def __init__(self, cells: datasets.Dataset, shape: tuple[int, ...], read: Read):
+        self.cells, self.shape, self.read = cells, shape, read
 
     def __len__(self) -> int:
-        return math.ceil(len(self.cells) / self.size)
+        return math.ceil(len(self.cells) / SIZE)
 
-    def __getitem__(self, number: int) -> tuple[bytes, dict, Counter[str], str, list[dict]]:
-        start = number * self.size
-        (cells,) = self.cells[start : start + self.size].values()
-        block, greys, hashes = [], [], ""
+    def __getitem__(self, number: int) -> tuple[bytes, dict[int, str], Counter[str], str, int]:
+        start = number * SIZE
+        (cells,) = self.cells[start : start + SIZE].values()
+        block, hashes, brightest = [], "", -1
         problems: dict[int, str] = {}
         forms = Counter[str]()
         with warnings.catch_warnings(action="ignore"):  # Pillow warns of the same for each file
             for row, cell in enumerate(cells, start):
-                may_be_deep = True
                 try:
                     pixels, form = self.read(source_of(cell), self.shape[1])
                     forms[form] += 1
-                    may_be_deep = bool(deep_kind(form.split()[3]))
+                    if is_deep(form.split()[3]):
+                        brightest = max(brightest, int(pixels.max()))
                 except Exception as problem:  # Pillow raises many kinds, and all are listed
                     name = f" ({cell['path']})" if cell and cell.get("path") else ""
                     problems[row] = f"row {row + 1}{name}: {first_sentence(problem)}"
                     pixels = np.zeros(self.shape, np.uint8)
-                if may_be_deep and not self.has_greys:
-                    greys.append(measure_greys(cell))
                 block.append(pixels.tobytes())
                 # A picture that cannot be read is equal to no other one.
                 hashes += digest(problems.get(row) or block[-1])[:16]
-        return b"".join(block), problems, forms, hashes, greys
+        return b"".join(block), problems, forms, hashes, brightest
 
 
-def decode_once(
-    cells: datasets.Dataset,
-    shape: tuple[int, ...],
-    read: Read,
-    key: bytes,
-    has_greys: bool = False,
-) -> Decoded:
+def decode_once(cells: datasets.Dataset, shape: tuple[int, ...], read: Read, key: bytes) -> Decoded:
     """Decode all pictures with all cores, unless the cache has them.
 
     Raises UsageError if the file cannot be written.
@@ -105,24 +89,22 @@ def decode_once(
         cells: rows of one column, datasets.Image(decode=False).
         shape: of what `read` returns.
         key: everything the cached file depends on: the pictures' content and the way of reading.
-        has_greys: `read` knows the range of deep grey pictures. False: look for them.
     """
     path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{digest(key)}.npy")
     report_path = path.with_suffix(".json")
-    report = json.loads(report_path.read_bytes()) if report_path.is_file() else None
-    if report is None or (not report["greys"] and not path.is_file()):
+    if not (path.is_file() and report_path.is_file()):
         path.parent.mkdir(parents=True, exist_ok=True)
         tag = f"{os.getpid()}-"  # another run may be writing the same
-        with as_usage_error(f"{path} cannot be written"):
-            with replacing(path, tag) as temporary:
-                report = decode(Blocks(cells, shape, read, has_greys), temporary)
-            if report["greys"]:
-                path.unlink(missing_ok=True)
-            with replacing(report_path, tag) as temporary:
-                temporary.write_text(json.dumps(report))
+        with (
+            as_usage_error(f"{path} cannot be written"),
+            replacing(report_path, tag) as report_to,
+            replacing(path, tag) as values_to,
+        ):
+            report_to.write_text(json.dumps(decode(Blocks(cells, shape, read), values_to)))
+    report = json.loads(report_path.read_bytes())
     problems = {int(row): problem for row, problem in report["problems"].items()}
     hashes = torch.from_numpy(np.frombuffer(bytearray.fromhex(report["hashes"]), np.int64))
-    return Decoded(path, problems, Counter(report["forms"]), hashes, report["greys"])
+    return Decoded(path, problems, Counter(report["forms"]), hashes, report["brightest"])
 
 
 def decode(blocks: Blocks, path: Path) -> dict[str, Any]:
@@ -142,35 +124,21 @@ def decode(blocks: Blocks, path: Path) -> dict[str, Any]:
     )
     all_problems: dict[int, str] = {}
     all_forms = Counter[str]()
-    all_hashes = ""
-    all_greys: dict[str, list[float]] = {}
+    all_hashes, all_brightest = "", -1
     header = {"descr": "|u1", "fortran_order": False, "shape": (num_pictures, *blocks.shape)}
-    bar = tqdm(total=num_pictures, desc="decoding", leave=False, delay=1, disable=no_bar())
-    try:
-        with bar, open(path, "wb") as file:
-            np.lib.format.write_array_header_1_0(file, header)
-            for values, problems, forms, hashes, greys in loader:
-                file.write(values)
-                all_problems |= problems
-                all_forms += forms
-                all_hashes += hashes
-                for each in greys:
-                    widen(all_greys, each)
-                bar.update(blocks.size)
-    except RuntimeError as problem:
-        if "DataLoader worker" not in str(problem):
-            raise
-        raise MemoryError("a worker was killed: is memory full?") from None
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for values, problems, forms, hashes, brightest in tqdm(
+            loader, desc="decoding", leave=False, delay=1, disable=no_bar()
+        ):
+            file.write(values)
+            all_problems |= problems
+            all_forms += forms
+            all_hashes += hashes
+            all_brightest = max(all_brightest, brightest)
     return {
         "problems": all_problems,
         "forms": dict(all_forms.most_common()),
         "hashes": all_hashes,
-        "greys": all_greys,
+        "brightest": all_brightest,
     }
-
-
-def widen(greys: dict[str, list[float]], more: dict[str, Any]) -> None:
-    """Widen the smallest and largest values of kinds of deep grey pictures by those of others."""
-    for kind, (low, high) in more.items():
-        old_low, old_high = greys.get(kind, (low, high))
-        greys[kind] = [min(low, old_low), max(high, old_high)]

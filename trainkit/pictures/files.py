@@ -2,9 +2,8 @@
 
 Every picture is turned upright. Of a file that holds several the first is read. Transparent pixels
 become white, or black if what is visible could not be seen on white (on_ground). Grey values of
-more than 8 bits are scaled by the range of their set (choose_range). read_square is for small grey
-pictures, read_centre for photos in colour. Decoded pictures are cached; after any change to this
-file they are all decoded again.
+more than 8 bits are scaled (scale_greys). read_square is for small grey pictures, read_centre for
+photos in colour. Decoded pictures are cached; after any change here they are all decoded again.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 import PIL
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainkit.pictures.flags import Fit
@@ -31,17 +29,14 @@ with contextlib.suppress(ImportError):  # of phones: `pip install pillow-heif`
     pillow_heif.register_heif_opener()
     PILLOW_FORMATS.append("HEIF")
 # Everything that the values of a picture depend on, besides its file.
-READER = f"{PILLOW_FORMATS} {PIL.__version__} {torch.__version__}".encode()
-READER += Path(__file__).read_bytes()
+READER = f"{PILLOW_FORMATS} {PIL.__version__}".encode() + Path(__file__).read_bytes()
 
 SEVERAL = " (first of several)"  # at the end of the form of an animation, or of a file of pages
 BRIGHT = 192  # of 255: a mean grey value that hardly differs from white
-WHITES = (255, 1023, 4095, 16383, 65535)  # of 8, 10, 12, 14 and 16 bits
-RANGES = "0 to 1 (fractions), 255, 1023, 4095, 16383 or 65535 (8 to 16 bits)"
 LONG = 2  # sides beyond 2 : 1: by default such a picture is padded, since a crop would lose half
-
-# The values of black and of white for each kind of deep grey picture ("I;16", "I", "F"). "any" is
-# for all kinds, and values outside of it are cut off.
+# The values of black and of white in grey pictures of more than 8 bits, by their mode.
+RANGES = {"I;16": (0.0, 65535.0), "I": (0.0, 65535.0), "F": (0.0, 1.0)}
+# Other values of black and white, by mode; "any" is for all, and values outside of it are cut off.
 Greys = Mapping[str, tuple[float, float]]
 
 
@@ -53,8 +48,10 @@ def source_of(cell: dict[str, Any] | None) -> BytesIO | Path:
     return BytesIO(content) if content else find_spelt(Path(path or ""))
 
 
-def open_upright(file: Path | BytesIO, side: int = 0) -> tuple[Image.Image, str]:
-    """Open one picture and turn it upright; return its form too: its size and mode in words.
+def open_upright(
+    file: Path | BytesIO, side: int = 0, greys: Greys | None = None
+) -> tuple[Image.Image, str]:
+    """Return a picture, upright, of mode "L" or "RGB", and its form: its size and mode in words.
 
     With a side, a JPEG is decoded at the smallest scale with sides of at least that. Raises an
     exception that says what is wrong with the picture.
@@ -62,12 +59,11 @@ def open_upright(file: Path | BytesIO, side: int = 0) -> tuple[Image.Image, str]
     try:
         picture: Image.Image = Image.open(file, formats=PILLOW_FORMATS)
     except UnidentifiedImageError:
-        more = "" if "HEIF" in PILLOW_FORMATS else " (for HEIC: `pip install pillow-heif`)"
-        raise ValueError(f"it is not one of {', '.join(PILLOW_FORMATS)}{more}") from None
+        readable = ", ".join(PILLOW_FORMATS)
+        raise ValueError(
+            f"it is not one of {readable} (for HEIC: `pip install pillow-heif`)"
+        ) from None
     with picture:
-        clear = picture.info.get("transparency")
-        if isinstance(clear, tuple) and max(clear) > 255:  # of 16 bits; Pillow keeps the upper 8
-            picture.info["transparency"] = tuple(value >> 8 for value in clear)
         width, height = picture.size
         mode = picture.mode
         # MPO is a JPEG as many phones write it: one photo, and a small or brighter copy of it.
@@ -80,110 +76,47 @@ def open_upright(file: Path | BytesIO, side: int = 0) -> tuple[Image.Image, str]
             ImageOps.exif_transpose(picture, in_place=True)
     if picture.size != before:
         width, height = height, width
+    if picture.has_transparency_data:
+        clear = picture.info.get("transparency")
+        if is_deep(mode) or (isinstance(clear, tuple) and max(clear) > 255):
+            raise ValueError("a transparent colour of 16 bits is not read: save it with 8 bits")
+        picture = on_ground(picture.convert("RGBA"))
+    elif is_deep(mode):  # Pillow's own conversion would cut off above 255
+        picture = Image.fromarray(scale_greys(picture, greys or {}))
+    picture = picture if picture.mode == "L" else picture.convert("RGB")
     return picture, f"{width} x {height} {mode}{'' if is_one else SEVERAL}"
 
 
-def deep_kind(mode: str) -> str:
-    """Return "I;16", "I" or "F" for a mode whose range Pillow does not define, "" for others."""
-    return "I;16" if mode.startswith("I;16") else mode * (mode in ("I", "F"))
+def is_deep(mode: str) -> bool:
+    """Return whether a mode has grey values of more than 8 bits, whose range Pillow leaves open."""
+    return mode.partition(";16")[0] in ("I", "F")
 
 
-def choose_range(kind: str, low: float, high: float) -> tuple[float, float] | None:
-    """Return the values of black and white of pictures whose values lie from low to high.
-
-    It is the smallest of RANGES that holds them, if they use more than a quarter of it, else None.
-    """
-    whites = (1, *WHITES) if kind == "F" else WHITES
-    for white in whites:
-        if low >= 0 and white / 4 < high <= white:
-            return 0, white
-    return None
-
-
-def measure_greys(cell: dict[str, Any] | None) -> dict[str, tuple[float, float]]:
-    """Return the kind of a deep grey picture with its smallest and largest value; {} for others."""
-    with (
-        contextlib.suppress(Exception),
-        Image.open(source_of(cell), formats=PILLOW_FORMATS) as picture,
-    ):
-        if kind := deep_kind(picture.mode):
-            values = np.asarray(picture, dtype=np.float64)
-            values = values[np.isfinite(values)]
-            return {kind: (float(values.min()), float(values.max()))}
-    return {}
-
-
-def scale_greys(picture: Image.Image, greys: Greys | None) -> np.ndarray:
-    """Return the values of a deep grey picture as 0 to 255, float64 (height, width).
-
-    greys: None, or without this kind: the range is chosen by this picture alone. Raises ValueError
-    for values outside of the range.
-    """
+def scale_greys(picture: Image.Image, greys: Greys) -> np.ndarray:
+    """Return the values of a deep grey picture as uint8. Raises ValueError outside of its range."""
     values = np.asarray(picture, dtype=np.float64)
-    if not np.isfinite(values).all():
-        raise ValueError("some of its values are not finite numbers")
-    greys, kind = greys or {}, deep_kind(picture.mode)
-    low, high = values.min(), values.max()
-    if given := greys.get("any"):
-        values = values.clip(*given)
-    chosen = given or greys.get(kind) or choose_range(kind, low, high)
-    what = f"its values (mode {picture.mode}) are {low:g} to {high:g}"
-    if chosen is None:
-        raise ValueError(f"{what}, and none of {RANGES} fits them")
-    black, white = chosen
-    if not given and (low < black or high > white):
-        raise ValueError(f"{what}, and must be {black:g} to {white:g}")
-    return (values - black) * (255 / (white - black))
+    kind = "I;16" if picture.mode.startswith("I;16") else picture.mode
+    black, white = greys.get("any") or greys.get(kind) or RANGES[kind]
+    if "any" in greys:
+        values = values.clip(black, white)
+    if not ((values >= black) & (values <= white)).all():  # also if one is not a number
+        raise ValueError(
+            f"its values (mode {picture.mode}) are {values.min():g} to {values.max():g}, not "
+            f"{black:g} to {white:g}: say which are black and white with --grey-range"
+        )
+    return ((values - black) * (255 / (white - black))).round().astype(np.uint8)
 
 
-def on_ground(values: np.ndarray, grey: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-    """Return values (..., height, width), 0 to 255, on white ground, as on a page.
+def on_ground(picture: Image.Image) -> Image.Image:
+    """Put a picture, RGBA, on white ground, as on a page.
 
     It is black if the visible pixels are so bright that they could not be seen on white.
-
-    Args:
-        grey: the picture's grey values, 0 to 255. alpha: its opacity, 0 to 1, of the same shape.
     """
-    ground = 255 if (grey * alpha).sum() <= BRIGHT * alpha.sum() else 0
-    return values * alpha + (1 - alpha) * ground
-
-
-def to_values(picture: Image.Image, mode: str, greys: Greys | None = None) -> np.ndarray:
-    """Return values 0 to 255 as float64 (channels, height, width), for mode "L" or "RGB".
-
-    greys: see scale_greys, of which this raises the ValueError.
-    """
-    transparent = picture.has_transparency_data
-    if deep_kind(picture.mode):  # Pillow's own conversion would cut off above 255
-        grey = scale_greys(picture, greys)
-        values = np.stack([grey] * len(mode))
-        if transparent:
-            stored = np.asarray(picture)
-            alpha = (stored != picture.info["transparency"]).astype(np.float64)
-    else:
-        if transparent:
-            picture = picture.convert("RGBA")
-            alpha = np.asarray(picture)[..., 3] / 255
-        shown = picture if picture.mode == "L" else picture.convert("RGB")
-        grey = np.array(shown.convert("L"), dtype=np.float64)
-        values = grey[None]
-        if mode != "L":
-            values = np.array(shown.convert(mode), dtype=np.float64).transpose(2, 0, 1)
-    return on_ground(values, grey, alpha) if transparent else values
-
-
-def to_grey(picture: Image.Image, greys: Greys | None = None) -> np.ndarray:
-    """Return grey values 0 to 255 as float64 (height, width). See to_values."""
-    return to_values(picture, "L", greys)[0]
-
-
-def resize(values: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resize values, float64 (height, width), to uint8 of another height and width."""
-    if values.shape == (height, width):
-        return values.round().astype(np.uint8)
-    batch = torch.from_numpy(values)[None, None]
-    resized = F.interpolate(batch, (height, width), mode="bilinear", antialias=True)
-    return resized.round()[0, 0].byte().numpy()
+    alpha = np.asarray(picture)[..., 3] / 255
+    grey = np.asarray(picture.convert("RGB").convert("L"))
+    shade = 255 if (grey * alpha).sum() <= BRIGHT * alpha.sum() else 0
+    ground = Image.new("RGBA", picture.size, (shade, shade, shade, 255))
+    return Image.alpha_composite(ground, picture)
 
 
 def pad(values: np.ndarray, side: int) -> np.ndarray:
@@ -200,23 +133,31 @@ def pad(values: np.ndarray, side: int) -> np.ndarray:
     return square
 
 
-def inside(width: int, height: int, side: int) -> tuple[int, int]:
-    """Return the width and height of a picture whose longer side is made this long."""
-    longer = max(width, height)
-    return max(1, round(width * side / longer)), max(1, round(height * side / longer))
+def fit_square(
+    picture: Image.Image, side: int, fit: Fit | None, seen: int | None = None
+) -> np.ndarray:
+    """Return a picture as a square, uint8 (side, side) or (side, side, 3).
 
-
-def fit_square(values: np.ndarray, size: int, fit: Fit) -> np.ndarray:
-    """Bring grey values, float64 (height, width), to uint8 (size, size)."""
-    height, width = values.shape
-    if fit == "pad":
-        new_width, new_height = inside(width, height, size)
-        return pad(resize(values, new_height, new_width), size)
+    Args:
+        fit: "crop" returns the centre square. "pad" shows all of the picture in the middle `seen`
+            pixels, which cut_centre leaves. "squash" changes its shape. None: the centre square,
+            but all of a picture beyond 2 : 1.
+        seen: None: all of the side.
+    """
+    width, height = picture.size
+    short, longer = sorted(picture.size)
+    if fit is None:
+        fit = "pad" if longer > LONG * short else "crop"
+    size = side, side
+    box = 0.0, 0.0, float(width), float(height)
     if fit == "crop":
-        short = min(height, width)
-        top, left = (height - short) // 2, (width - short) // 2
-        values = values[top : top + short, left : left + short]
-    return resize(values, size, size)
+        left, top = (width - short) / 2, (height - short) / 2
+        box = left, top, left + short, top + short
+    elif fit == "pad":
+        inner = seen or side
+        size = max(1, round(width * inner / longer)), max(1, round(height * inner / longer))
+    values = np.array(picture.resize(size, Image.Resampling.BICUBIC, box))
+    return pad(values, side) if fit == "pad" else values
 
 
 def read_square(
@@ -226,11 +167,8 @@ def read_square(
 
     Raises an exception that says what is wrong with the picture.
     """
-    picture, form = open_upright(file)
-    if form == f"{size} x {size} L" and not picture.has_transparency_data:
-        # As it is: digits come by ten thousands. np.asarray(picture) would take longer.
-        return np.frombuffer(picture.tobytes(), np.uint8).reshape(1, size, size), form
-    return fit_square(to_grey(picture, greys), size, fit)[None], form
+    picture, form = open_upright(file, greys=greys)
+    return fit_square(picture.convert("L"), size, fit)[None], form
 
 
 def read_centre(
@@ -240,40 +178,12 @@ def read_centre(
     seen: int | None = None,
     greys: Greys | None = None,
 ) -> tuple[np.ndarray, str]:
-    """Return a picture in colour as a square, uint8 (side, side, 3), and its form.
+    """Return a picture in colour as a square, uint8 (side, side, 3), and its form. See fit_square.
 
     Raises an exception that says what is wrong with the picture.
-
-    Args:
-        fit: "crop" returns the centre square. "pad" shows all of the picture in the middle `seen`
-            pixels, which cut_centre leaves. "squash" changes its shape. None: the centre square,
-            but all of a picture beyond 2 : 1.
-        seen: None: all of the side.
-        greys: see scale_greys.
     """
-    picture, form = open_upright(file, side)
-    if deep_kind(picture.mode):  # Pillow would cut them off
-        picture = Image.fromarray(to_grey(picture, greys).round().astype(np.uint8))
-    picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
-    width, height = picture.size
-    short = min(picture.size)
-    if fit is None:
-        fit = "pad" if max(picture.size) > LONG * short else "crop"
-    size = side, side
-    box = 0.0, 0.0, float(width), float(height)
-    if fit == "crop":
-        left, top = (width - short) / 2, (height - short) / 2
-        box = left, top, left + short, top + short
-    elif fit == "pad":
-        size = inside(width, height, seen or side)
-    picture = picture.resize(size, Image.Resampling.BICUBIC, box)
-    values = np.array(picture)
-    if picture.mode == "RGBA":
-        grey = np.asarray(picture.convert("RGB").convert("L"), dtype=np.float64)
-        colours = values[..., :3].transpose(2, 0, 1).astype(np.float64)
-        shown = on_ground(colours, grey, values[..., 3] / 255)
-        values = np.ascontiguousarray(shown.round().astype(np.uint8).transpose(1, 2, 0))
-    return (pad(values, side) if fit == "pad" else values), form
+    picture, form = open_upright(file, side, greys)
+    return fit_square(picture.convert("RGB"), side, fit, seen), form
 
 
 def read_photo_pixels(

@@ -31,9 +31,11 @@ class PictureConfig(TrainingConfig):
     """other pictures to evaluate on (default: a split called test, or a fifth of each class)"""
     fit: Fit | None = None
     """of pictures that are not square: crop reads the centre square, pad all of it, with its border
-    colour around it, squash all of it in another shape (default: crop, but pad beyond 2 : 1)"""
+    colour around it, squash all of it in another shape (default of photos: crop, or pad beyond
+    2 : 1)"""
     grey_range: tuple[float, float] | None = None
-    """values of black and of white in grey pictures of more than 8 bits (default: by all values)"""
+    """values of black and of white in grey pictures of more than 8 bits (default: 0 65535, or 0 1
+    of fractions)"""
 
     # These defaults differ from those of trainkit.config.
     schedule: Schedule = "onecycle"
@@ -54,8 +56,6 @@ class GreyConfig(PictureConfig):
     """Those of small grey pictures."""
 
     fit: Fit = "squash"
-    """of pictures that are not square: crop reads the centre square, pad all of it, with its border
-    colour around it, squash all of it in another shape"""
     validation_split: Annotated[NonNegative[int], ReadOnlyIf("eval_data", (None,))] = 0
     """evaluate on this many held-out training pictures, not the test set: for tuning"""
 
@@ -85,15 +85,17 @@ class PhotoConfig(PictureConfig):
     """train the last layer alone"""
     size: Count = UNSET
     """side of the squares that the network sees, in pixels (default: the model's, at most 224)"""
-    resize: Count = UNSET
-    """the short side of a picture, before squares are cut out of it (default: --size / 0.95; with
-    --fit pad or squash it is --size)"""
     epochs: int = UNSET
     """passes over the pictures (default: 5, or up to 20 if they are few; 20 with --freeze)"""
     learning_rate: float = UNSET
     """peak learning rate of the last layer (default: 1e-3; 2e-3 with --freeze)"""
     weight_decay: float = UNSET
     """decoupled for adamw, else an L2 penalty (default: 0.05; 1 with --freeze)"""
+
+    @property
+    def resize(self) -> int:
+        """The side of the squares that are kept: with the margin of a crop, but all of others."""
+        return self.size if self.fit in ("pad", "squash") else round(self.size / 0.95)
 
     def __post_init__(self):
         self.set_unset(FROZEN if self.freeze else TRAINED)
@@ -105,6 +107,4 @@ class PhotoConfig(PictureConfig):
             problems.append("--base names a network and its weights: leave out --model, --scratch")
         if self.freeze and self.scratch:
             problems.append("--freeze needs a network that was trained: leave out --scratch")
-        if self.resize and self.size and self.resize < self.size:
-            problems.append(f"--resize {self.resize} must be at least --size {self.size}")
         return problems

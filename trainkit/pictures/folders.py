@@ -17,7 +17,7 @@ PICTURES = re.compile(
     r"\.(a?png|jp(e?g|e|2|f|x|c)|jfif|j2[kc]|mpo|gif|bmp|dib|p[pgbn]m|tiff?|webp|ico|avif|hei[cf])",
     re.I,
 )
-HOLDERS = re.compile(r"\.(parquet|arrow|zip|tar|tgz|gz|bz2|xz|zst|7z|rar)", re.I)
+TABLES = re.compile(r"\.(parquet|arrow)", re.I)
 LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # lists of the labels of pictures
 # Files that nobody would take for pictures, and files that list pictures.
 NO_DATA = re.compile(
@@ -32,8 +32,7 @@ class Folder:
     Attributes:
         splits: the files of each of "train", "test" and "validation" that exists.
         classes: for each of these files, the name of the folder that is its class. Empty if they
-            are not pictures in such folders, but tables, archives, or pictures with a list of
-            their labels.
+            are not pictures in such folders, but tables, or pictures with a list of their labels.
         unread: files in no split that a person might take for data.
     """
 
@@ -47,22 +46,21 @@ def find_files(folder: Path, where: str) -> Folder:
 
     Classes are the subfolders, whatever the files are called, and deeper folders belong to the
     class above them. Splits of pictures are folders called train, test, val and so on, at the top
-    level only; splits of tables and archives are words in their names, as for `datasets`.
+    level only; splits of tables are words in their names, as for `datasets`.
 
     where: begins the sentence.
     """
-    if not is_text(folder):
-        raise UsageError(f"{where}: rename it: its name is not UTF-8")
-    paths = list_paths(folder)
-    files = [path for path in paths if is_text(path) and (folder / path).is_file()]
+    below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    paths = sorted((path.relative_to(folder) for path in below), key=str)
+    files = [path for path in paths if (folder / path).is_file()]
     pictures = [path for path in files if is_picture(path)]
     visible = [path for path in files if is_read(path.as_posix())]
-    holders = [p for p in visible if HOLDERS.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
+    tables = [p for p in visible if TABLES.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
     lists = [path for path in visible if path.name in LISTS]
-    are_pictures = len(pictures) > len(holders)
+    are_pictures = len(pictures) > len(tables)
     split_folders = find_split_folders(pictures)
     parts: dict[str, list[Path]] = {}
-    for path in pictures + lists if are_pictures else holders:
+    for path in pictures + lists if are_pictures else tables:
         named = split_folders.get(path.parts[0], "") if are_pictures else find_split(str(path))
         parts.setdefault(named, []).append(path)
     found = {split: parts[split] for split in WORDS if split in parts}
@@ -70,42 +68,27 @@ def find_files(folder: Path, where: str) -> Folder:
     read = {path for paths in found.values() for path in paths}
     unread = [path for path in paths if path not in read and seems_data(path)]
     if not read:
-        others = f" ({describe_unread(unread)})" if unread else ""
+        others = f" ({describe_unread(unread)}; archives must be unpacked)" if unread else ""
         raise UsageError(f"{where} cannot be read: it has no picture files{others}")
     if not are_pictures or lists:
         return Folder(found, {}, unread)
-    return Folder(found, classes_of_folders(read, int({*parts} != {""}), where), unread)
-
-
-def list_paths(folder: Path) -> list[Path]:
-    """Return the files and links below a folder, relative to it, in the order of their names."""
-    below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
-    return sorted((path.relative_to(folder) for path in below), key=str)
+    depth = int({*parts} != {""})  # of the folders that are classes: 1 in those of splits
+    if loose := [path for path in read if len(path.parts) < depth + 2]:
+        raise UsageError(
+            f"{where}: {min(loose)} is in no class: put each picture into the folder of its class"
+        )
+    return Folder(found, {path: path.parts[depth] for path in read}, unread)
 
 
 def seems_data(path: Path) -> bool:
     """Return whether a person might take a path for data."""
-    suffixes = (PICTURES.fullmatch(path.suffix), HOLDERS.fullmatch(path.suffix))
+    suffixes = (PICTURES.fullmatch(path.suffix), TABLES.fullmatch(path.suffix))
     return not NO_DATA.match(path.name) and (is_read(path.as_posix()) or any(suffixes))
 
 
 def describe_unread(unread: list[Path]) -> str:
     """Return how many files are not read, and the first of them."""
-    return f"{len(unread)} not read: {shorten([*map(name_of, unread)])}"
-
-
-def is_text(path: Path) -> bool:
-    """Return whether a path is UTF-8, as tables, JSON and class names must be."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def name_of(path: Path | str) -> str:
-    """Return a path for a message, with each byte that is not UTF-8 as in caf\\xe9."""
-    return os.fsencode(path).decode(errors="backslashreplace")
+    return f"{len(unread)} not read: {shorten([*map(str, unread)])}"
 
 
 def is_picture(path: Path) -> bool:
@@ -129,18 +112,6 @@ def find_split_folders(pictures: list[Path]) -> dict[str, str]:
     if named.keys() == tops or {"train"} < {*named.values()}:
         return named
     return {top: split for top, split in named.items() if top in SURE}
-
-
-def classes_of_folders(pictures: set[Path], depth: int, where: str) -> dict[Path, str]:
-    """Return the class of each picture. Raises UsageError if a picture is in no class.
-
-    depth: of the folders that are classes; 1 if they are in those of splits.
-    """
-    if loose := [path for path in pictures if len(path.parts) < depth + 2]:
-        raise UsageError(
-            f"{where}: {min(loose)} is in no class: put each picture into the folder of its class"
-        )
-    return {path: path.parts[depth] for path in pictures}
 
 
 def hash_files(folder: Path, paths: list[Path]) -> str:

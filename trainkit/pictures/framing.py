@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.pictures.files import Greys, fit_square, open_upright, to_grey, to_values
+from trainkit.pictures.files import Greys, fit_square, open_upright
 from trainkit.pictures.flags import Fit
 
 SIDE, WIDE = 64, 27  # pixels: of the copy in which ink is found, and wider than strokes in it
@@ -63,14 +63,13 @@ def read_photo(
         uint8 (1, 1, size, size), and for example "2 separate groups of ink", or "".
     """
     with as_usage_error(f"{path} cannot be read as a picture"):
-        picture, _ = open_upright(path)
-        grey = to_grey(picture, greys)
+        picture, _ = open_upright(path, greys=greys)
     low, high = framing["border"]
     num_groups = 1
     if as_is or not framing["framed"] or framing["shape"] in (None, [*picture.size]):
-        pixels = torch.from_numpy(fit_square(grey, size, fit))
+        pixels = torch.from_numpy(fit_square(picture.convert("L"), size, fit))
     else:
-        ink, num_groups = choose_groups(find_ink(picture, greys))
+        ink, num_groups = choose_groups(find_ink(picture))
         if not num_groups:
             raise UsageError(f"{path} is blank: nothing in it differs from its border")
         pixels = frame_ink(ink, size)
@@ -82,13 +81,13 @@ def read_photo(
     return pixels[None, None], doubt
 
 
-def find_ink(picture: Image.Image, greys: Greys | None = None) -> torch.Tensor:
+def find_ink(picture: Image.Image) -> torch.Tensor:
     """Return how much each place differs from the paper, 0 to 1; all 0 if nothing does.
 
     Paper is what a filter wider than strokes leaves. Of red, green and blue and their negatives the
     one is used in which some places are most below the median: dark or bright ink of any colour.
     """
-    values = torch.from_numpy(to_values(picture, "RGB", greys)).float()[None]
+    values = torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1).float()[None]
     values = torch.cat((values, -values), 1)
     size = [math.ceil(side * SIDE / max(picture.size)) for side in values.shape[2:]]
     values = F.interpolate(values, size, mode="bilinear", antialias=True)

@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainkit.errors import UsageError
 from trainkit.numbers.loaders import InMemory
 from trainkit.pictures.files import read_square
 from trainkit.pictures.flags import GreyConfig
 from trainkit.pictures.sets import Split, load_labelled, load_sets
 from trainkit.reading.splits import describe_equal
 
-NUM_CHECKED = 2000  # pictures of a side whose content is looked at
 # Defaults for a set like MNIST, and those that differ for a much smaller one, on which the first
 # would take few steps and leave out up to a batch of 128 in each epoch.
 LARGE = {"batch_size": 128, "epochs": 3, "drop_last": True}
@@ -32,8 +30,7 @@ def load_grey(
     """Return pictures to train and to evaluate on, of the side `size`, with their classes.
 
     A batch is the pictures, uint8 (n, 1, size, size), their classes, and the indices of both.
-    Pictures are decoded once and cached; they are decoded again if a file's content or the way of
-    decoding changes. Flags that are UNSET are set by the number of pictures. Raises UsageError.
+    Flags that are UNSET are set by the number of pictures. Raises UsageError.
 
     Args:
         usual: defaults of more flags, of the script. for_small_set: those of a small data set.
@@ -46,10 +43,7 @@ def load_grey(
     options = {"num_held_out": config.validation_split}
     train, held_out, plan = load_labelled(config, read_square, (1, size, size), **options)
     train_set, eval_set = (InMemory(pixels_of(each), each.labels) for each in (train, held_out))
-    some = (x.tensors[0][:: len(x) // NUM_CHECKED + 1] for x in (train_set, eval_set))
-    pixels = torch.cat([*some]).flatten(1)
-    forms = train.forms + held_out.forms
-    pictures = describe_pictures(size, pixels, forms)
+    pictures = describe_pictures(size, train.forms + held_out.forms)
     metadata = {"classes": train.classes, "pictures": pictures, "reading": train.reading}
     lines = {"data": plan.pop("data"), "pictures": pictures["read_as"]}
     if train.path == held_out.path:
@@ -94,18 +88,12 @@ def pixels_of(side: Split) -> torch.Tensor:
     return torch.from_numpy(np.load(side.path, mmap_mode="r")[side.rows.numpy()])
 
 
-def describe_pictures(size: int, pixels: torch.Tensor, forms: Counter[str]) -> dict[str, Any]:
-    """Describe the files of a run, as JSON. Raises UsageError if each is of a single value.
+def describe_pictures(size: int, forms: Counter[str]) -> dict[str, Any]:
+    """Describe files of these forms, as JSON.
 
     read_as: in words, for example `32 x 32 RGB read as 28 x 28 grey`. shape: width and height if
     they are the same for all files, else None.
-
-    Args:
-        pixels: of some of them, uint8 (n, size * size).
-        forms: how many of all files have which size and mode.
     """
-    if (pixels == pixels[:, :1]).all():
-        raise UsageError("every picture has a single grey value, so there is nothing in it")
     kinds = [form for form, _ in forms.most_common()]
     shapes = {tuple(map(int, form.split()[:3:2])) for form in kinds}
     others = f" and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""

@@ -1,27 +1,24 @@
 """The pictures to train and to evaluate on: found, decoded once, and what the plan says of them."""
 
-import shlex
-import sys
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
-import pandas as pd
 import torch
 
 from trainkit.errors import UsageError
 from trainkit.pictures import files
-from trainkit.pictures.decoding import Decoded, Read, decode_once, widen
-from trainkit.pictures.flags import PictureConfig
-from trainkit.pictures.shown import describe_reading
+from trainkit.pictures.decoding import Decoded, Read, decode_once
+from trainkit.pictures.flags import Fit, PictureConfig
 from trainkit.pictures.splits import Labelled, find_sets
 from trainkit.reading.recall import describe_classes
 from trainkit.reading.splits import describe_equal, describe_given, split_rows
 from trainkit.repairs.private_names import fingerprint_of
 from trainkit.text import count
+
+NEARLY_BLACK = 64  # of 255: if no deep grey value is brighter, another one must be white
 
 
 class Split(NamedTuple):
@@ -36,7 +33,7 @@ class Split(NamedTuple):
         forms: how many pictures of all rows are of which size and mode.
         problems: what is wrong with the rows that were left out.
         reading: what predict.py needs to read pictures as these were read, as JSON: "fit", and
-            "greys", the values of black and white of each kind of deep grey pictures.
+            "greys", the values of black and white of grey pictures of more than 8 bits.
     """
 
     path: Path
@@ -74,10 +71,6 @@ def load_labelled(
     forms = train.forms if train.path == held_out.path else train.forms + held_out.forms
     plan |= describe_classes(train.labels, held_out.labels, train.classes, "picture")
     plan |= describe_equal(train.hashes, held_out.hashes, "picture")
-    labels = pd.Series(torch.cat((train.labels, held_out.labels)).numpy())
-    alike = labels.groupby(torch.cat((train.hashes, held_out.hashes)).numpy())
-    if unlike := int((alike.transform("nunique") > 1).sum()):
-        plan["unlike"] = f"{unlike} of {len(labels)} pictures look as one of another class"
     return train, held_out, describe_reading(forms, train.reading) | plan
 
 
@@ -89,7 +82,7 @@ def load_sets(
     eval_data: str | None = None,
     same_classes: bool = True,
     num_held_out: int = 0,
-    skip_unreadable: bool | None = None,
+    skip_unreadable: bool = False,
     **how: Any,
 ) -> tuple[Split, Split, dict[str, str]]:
     """Return the pictures to train and to evaluate on, decoded once and cached, and plan lines.
@@ -102,18 +95,18 @@ def load_sets(
         read: decodes a picture to uint8 values of this shape: (1, side, side), or (side, side, 3)
             in colour.
         num_held_out: evaluate on so many training pictures, whatever other splits there are.
-        skip_unreadable: leave out what cannot be read. None: the script has no such flag.
-        how: what `read` gets too. Without "greys" the range of deep grey pictures is chosen by the
-            values of both sides.
+        skip_unreadable: leave out what cannot be read.
+        how: what `read` gets too.
     """
     found = find_sets(name, label, eval_data, bool(num_held_out), same_classes)
     sides = [side for side in (found.train, found.evaluated) if side]
-    decode = partial(decode_rows, read=read, shape=shape)
-    decoded = [decode(side.rows, how) for side in sides]
-    if any(each.greys for each in decoded):
-        how["greys"] = choose_greys(f"--dataset {name}", *(each.greys for each in decoded))
-        decoded = [decode(side.rows, how) for side in sides]
-    refuse_unreadable(sides, decoded, skip_unreadable)
+    decoded = decode_sides(sides, read, shape, skip_unreadable, how)
+    if "greys" not in how and 0 <= max(each.brightest for each in decoded) < NEARLY_BLACK:
+        raise UsageError(
+            f"--dataset {name}: its grey pictures of more than 8 bits are nearly black if 65535, "
+            "or 1 of fractions, is white: say which values are black and white, as in --grey-range "
+            "0 4095"
+        )
     if found.evaluated:
         chosen = [torch.arange(len(side.rows)) for side in sides]
     else:
@@ -124,15 +117,29 @@ def load_sets(
     train = make(sides[0], decoded[0], chosen[0])
     held_out = make(sides[-1], decoded[-1], chosen[1])
     given = f"{found.given}: {count(len(held_out.rows), 'picture')}" if found.given else ""
-    return train, held_out, {"data": name} | describe_given(given, found.unread) | found.plan
+    return train, held_out, {"data": name} | describe_given(given, found.unread)
 
 
-def decode_rows(
-    rows: datasets.Dataset, how: dict[str, Any], read: Read, shape: tuple[int, ...]
-) -> Decoded:
-    """Decode rows of one column of pictures. See load_sets."""
-    key = f"{fingerprint_of(rows)} {shape} {how} ".encode() + files.READER
-    return decode_once(cells_of(rows), shape, partial(read, **how), key, "greys" in how)
+def decode_sides(
+    sides: list[Labelled],
+    read: Read,
+    shape: tuple[int, ...],
+    skip_unreadable: bool,
+    how: dict[str, Any],
+) -> list[Decoded]:
+    """Decode the pictures of each side. See load_sets."""
+    decoded = []
+    for side in sides:
+        key = f"{fingerprint_of(side.rows)} {shape} {how} ".encode() + files.READER
+        decoded.append(decode_once(cells_of(side.rows), shape, partial(read, **how), key))
+        problems = [*decoded[-1].problems.values()]
+        if problems and not skip_unreadable:
+            raise UsageError(
+                f"{side.where}: {len(problems)} of {len(side.rows)} pictures cannot be read "
+                "(--skip-unreadable of examples/pictures.py leaves such ones out): "
+                + "; ".join(problems)
+            )
+    return decoded
 
 
 def cells_of(rows: datasets.Dataset) -> datasets.Dataset:
@@ -156,38 +163,30 @@ def make_split(
     return Split(decoded.path, *samples, classes, decoded.forms, problems, reading)
 
 
-def refuse_unreadable(
-    sides: Sequence[Labelled], decoded: Sequence[Decoded], skip_unreadable: bool | None
-) -> None:
-    """Raise UsageError with all that cannot be read, unless they are skipped. See load_sets."""
-    for side, (_, problems, *_) in zip(sides, decoded, strict=True):
-        if not problems or skip_unreadable:
-            continue
-        text = f"{side.where}: {len(problems)} of {len(side.rows)} pictures cannot be read: "
-        text += "; ".join(problems.values())
-        if skip_unreadable is not None:
-            command = shlex.join(["python", *sys.argv, "--skip-unreadable"])
-            text += f"\nThis works, without them: {command}"
-        raise UsageError(text)
+def describe_reading(forms: Counter[str], reading: dict[str, Any]) -> dict[str, str]:
+    """Return lines of the plan about how pictures of these forms are read. See Split."""
+    plan = describe_fit(forms, reading["fit"])
+    several = sum(number for form, number in forms.items() if form.endswith(files.SEVERAL))
+    if several:
+        plan["several"] = f"{several} of {forms.total()} files hold several: the first is read"
+    if any(files.is_deep(form.split()[3]) for form in forms):
+        black, white = reading["greys"].get("any", (0, "65535, or 1 of fractions,"))
+        plan["greys"] = f"of more than 8 bits: {black} is black, {white} is white (--grey-range)"
+    return plan
 
 
-def choose_greys(where: str, *greys: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return the values of black and of white for each kind of deep grey pictures of a set.
-
-    greys: the smallest and the largest value of each kind, of each side. Raises UsageError if no
-    range fits.
-    """
-    measured: dict[str, list[float]] = {}
-    for each in greys:
-        widen(measured, each)
-    chosen = {}
-    for kind, (low, high) in measured.items():
-        found = files.choose_range(kind, low, high)
-        if found is None:
-            raise UsageError(
-                f"{where}: which values are black and white? Those of its pictures of "
-                f"mode {kind} are {low:g} to {high:g}, and none of {files.RANGES} fits them: say "
-                f"it, for example with --grey-range {low:g} {high:g}"
-            )
-        chosen[kind] = [*found]
-    return chosen
+def describe_fit(forms: Counter[str], fit: Fit | None) -> dict[str, str]:
+    """Return a line of the plan if not all pictures are square. See files.fit_square for `fit`."""
+    num_other = 0
+    area_cut = 0.0
+    for form, number in forms.items():
+        short, longer = sorted(int(side) for side in form.split()[:3:2])
+        num_other += number * (longer != short)
+        if fit == "crop" or (fit is None and longer <= files.LONG * short):
+            area_cut += number * (1 - short / longer)
+    if not num_other:
+        return {}
+    how = {"pad": "padded", "squash": "squashed", "crop": "cropped"}
+    text = how.get(fit or "", f"cropped, or padded beyond {files.LONG} : 1")
+    cut = f": {area_cut / forms.total():.1%} is cut off" if area_cut else ""
+    return {"fit": f"{num_other} of {forms.total()} are not square and {text}{cut} (--fit)"}

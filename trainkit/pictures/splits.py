@@ -6,10 +6,9 @@ Pictures are not opened here. The sentence of a UsageError begins with the flag 
 import re
 import reprlib
 import sys
-import zipfile
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -21,8 +20,8 @@ from datasets.data_files import DataFilesList
 from trainkit.errors import UsageError, is_main_rank
 from trainkit.pictures import folders
 from trainkit.reading.paths import read_here_or_from_hub
-from trainkit.reading.splits import choose_evaluated, find_splits, may_say_split
-from trainkit.text import count, nfc, shorten
+from trainkit.reading.splits import choose_evaluated, load_parts
+from trainkit.text import nfc
 
 LABELS = re.compile("u?int|bool|(large_)?string")  # the types of columns of labels
 FILES_OF_ROWS = (".parquet", ".arrow")  # which may be named themselves, not by their folder
@@ -45,7 +44,6 @@ class Sides(NamedTuple):
         classes: the names of the classes.
         given: what the user chose to evaluate on, "" if a part is held out.
         unread: splits that are neither trained on nor evaluated, and why.
-        plan: lines about a column that is called split, and classes in another form of Unicode.
     """
 
     train: Labelled
@@ -53,7 +51,6 @@ class Sides(NamedTuple):
     classes: list[str]
     given: str
     unread: list[str]
-    plan: dict[str, str]
 
 
 def find_sets(
@@ -75,51 +72,28 @@ def find_sets(
         held_out: a part of the training pictures is held out, whatever other splits there are.
         same_classes: refuse a class that is not trained on. False: classes do not matter.
     """
-    where = f"--dataset {folders.name_of(name)}"
+    where = f"--dataset {name}"
     parts = open_dataset(name, where)
     if "train" not in parts:
         raise UsageError(
             f"{where}, split 'train': the folder and file names give only {sorted(parts)}: "
             "put the training pictures into train/"
         )
-    chosen, unread = "", list[str]()
+    given, unread = "", list[str]()
     if not held_out:
-        chosen, unread = choose_part(parts, where, label, bool(eval_data))
-    rows, given, where_evaluated = parts.get(chosen), chosen, f"{where}, split {chosen!r}"
+        given, unread = choose_part(parts, where, label, bool(eval_data))
+    rows = parts[given] if given else None
+    where_evaluated = f"{where}, split {given!r}"
     if eval_data:
-        rows, given, where_evaluated = open_given(eval_data, label)
-    train, classes, respelt = label_rows(parts["train"], f"{where}, split 'train'", label)
+        given = where_evaluated = f"--eval-data {eval_data}"
+        others = open_dataset(eval_data, given)
+        rows = others[choose_part(others, given, label, False)[0] or "train"]
+    train, classes = label_rows(parts["train"], f"{where}, split 'train'", label)
     evaluated = None
     if rows is not None:
         known = classes if same_classes else None
-        evaluated, _, more = label_rows(rows, where_evaluated, label, known)
-        respelt |= more
-    columns = [c for c in parts["train"].column_names if may_say_split(c) and c != label]
-    return Sides(train, evaluated, classes, given, unread, describe_names(columns, respelt))
-
-
-def describe_names(columns: list[str], respelt: set[str]) -> dict[str, str]:
-    """Return lines of the plan about columns called split, and classes whose names were respelt."""
-    plan = {}
-    if columns:
-        plan["split"] = (
-            f"column {shorten(columns)} is not read: put the pictures of each split into a folder "
-            "of their own, called train and test"
-        )
-    if respelt:
-        names = count(len(respelt), "class name")
-        plan["spelling"] = f"{names} in another form of Unicode, read in NFC: {shorten([*respelt])}"
-    return plan
-
-
-def open_given(name: str, label: str | None) -> tuple[datasets.Dataset, str, str]:
-    """Return the rows of --eval-data, what the plan calls them, and how a sentence begins."""
-    given = where = f"--eval-data {folders.name_of(name)}"
-    parts = open_dataset(name, where)
-    chosen = choose_part(parts, where, label, False)[0] or "train"
-    if len(parts) > 1:
-        where += f", split {chosen!r}"
-    return parts[chosen], given, where
+        evaluated, _ = label_rows(rows, where_evaluated, label, known)
+    return Sides(train, evaluated, classes, given, unread)
 
 
 def choose_part(
@@ -135,12 +109,12 @@ def choose_part(
         column = choose_column(parts.get("train", rows), f"{where}, split 'train'", label)
         return column in rows.column_names and bool(values_of(rows, column).notna().any())
 
-    return choose_evaluated({split: split for split in parts}, is_labelled, other)
+    return choose_evaluated({x: x or "the other parts" for x in parts}, is_labelled, other)
 
 
 def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
     """Return the column of the classes: `label`, or the only one that fits. Raises UsageError."""
-    columns = [x for x in rows.features.items() if x[0] == label or not may_say_split(x[0])]
+    columns = rows.features.items()
     class_labels = [name for name, kind in columns if isinstance(kind, datasets.ClassLabel)]
     fitting = [name for name, kind in columns if LABELS.match(str(getattr(kind, "dtype", "")))]
     choices = [label] if label else class_labels or fitting
@@ -156,23 +130,22 @@ def open_dataset(name: str, where: str) -> dict[str, datasets.Dataset]:
     """Return the splits of a folder, a file of rows or a Hub data set. Raises UsageError.
 
     The fingerprint of a folder's split is computed from the content of its files. What is not read
-    is printed.
+    is printed. "" are parts of a data set of the Hub that are in no split.
     """
     datasets.disable_progress_bars()
     folder = Path(name)
     with read_here_or_from_hub(name, where):
         if folder.suffix in FILES_OF_ROWS and folder.is_file():
-            one_file = folders.Folder({"train": [Path(folder.name)]}, {}, [])
-            return load_tables(folder.parent.resolve(), one_file, where, has_card=False)
+            return load_tables(folder.parent.resolve(), {"train": [Path(folder.name)]}, where)
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{where} is a file: name its folder, and unpack an archive")
         if not folder.is_dir():
-            return load_from_hub(name, where)
+            return {split: rows for split, (_, rows) in load_parts(name).items()}
         contents = folders.find_files(folder, where)
         if contents.unread and is_main_rank():
             print(f"{where}: {folders.describe_unread(contents.unread)}", file=sys.stderr)
         if not contents.classes:
-            return load_tables(folder.resolve(), contents, where)
+            return load_tables(folder.resolve(), contents.splits, where)
         make = partial(make_rows, folder, contents.classes)
         return {split: make(paths) for split, paths in contents.splits.items()}
 
@@ -186,27 +159,6 @@ def values_of(rows: datasets.Dataset, column: str) -> pd.Series:
     values = table.column(column).to_pandas(integer_object_nulls=True).astype(object)
     names = getattr(rows.features[column], "names", None)  # of a ClassLabel
     return values.map(dict(enumerate(names))) if names else values
-
-
-def load_from_hub(name: str, where: str) -> dict[str, datasets.Dataset]:
-    """Return the splits of a data set, as find_splits names them: valid and dev are validation."""
-    rows = load_by_datasets(name)
-    splits = find_splits([*map(str, rows)])
-    others = splits.pop("", [])
-    if others and is_main_rank():
-        print(f"{where}: not read: {shorten(others)}", file=sys.stderr)
-    return {
-        split: datasets.concatenate_datasets([rows[part] for part in parts])
-        if len(parts) > 1
-        else rows[parts[0]]
-        for split, parts in splits.items()
-    }
-
-
-def load_by_datasets(name: str, **options: Any) -> dict[str, datasets.Dataset]:
-    builder = datasets.load_dataset_builder(name, **options)
-    builder.download_and_prepare()
-    return builder.as_dataset()
 
 
 def make_rows(folder: Path, classes: dict[Path, str], paths: list[Path]) -> datasets.Dataset:
@@ -224,57 +176,40 @@ def make_rows(folder: Path, classes: dict[Path, str], paths: list[Path]) -> data
 
 
 def load_tables(
-    folder: Path, contents: folders.Folder, where: str, has_card: bool = True
+    folder: Path, files: dict[str, list[Path]], where: str
 ) -> dict[str, datasets.Dataset]:
-    """Read table files and archives, or pictures with a list of labels, by means of `datasets`.
-
-    has_card: a README.md there may say which file belongs to which split.
-    """
-    schemas = set()
-    for split, paths in contents.splits.items():
-        for path in [path for path in paths if path.suffix == ".parquet"]:
-            footer = pq.read_metadata(folder / path)
-            schemas.add(str(datasets.Features.from_arrow_schema(footer.schema.to_arrow_schema())))
-            if not footer.num_rows:  # datasets would fail on it
-                paths.remove(path)
-        if not paths:
-            raise UsageError(f"{where}, split {split!r}: its files have no rows")
+    """Read the table files of each split, or pictures with a list of labels, by `datasets`."""
+    all_files = sorted(path for paths in files.values() for path in paths)
+    schemas = {
+        str(datasets.Features.from_arrow_schema(pq.read_schema(folder / path)))
+        for path in all_files
+        if path.suffix == ".parquet"
+    }
     # For all files, datasets uses the class names of the first one, in their order there.
     if len(schemas) > 1:
         raise UsageError(f"{where}: its files differ in their columns or classes")
-    files_of_splits = [path for paths in contents.splits.values() for path in paths]
-    for path in [path for path in files_of_splits if path.suffix.lower() == ".zip"]:
-        with zipfile.ZipFile(folder / path) as archive:
-            inside = [Path(name) for name in archive.namelist()]
-        # datasets would take the folder that holds the archive for the class of them all.
-        if any(map(folders.is_picture, inside)) and not {x.name for x in inside} & {*folders.LISTS}:
-            raise UsageError(f"{where}: unpack {path}, for its folders to be classes")
-    options: dict[str, Any] = {}
-    card = folder / "README.md"
-    if has_card and card.is_file() and "data_files:" in card.read_text(errors="replace"):
-        # A folder as on the Hub: its README.md says which of its files belong to which split.
-        files_of_splits += [path for path in contents.unread if (folder / path).is_file()]
-    else:
-        options["data_files"] = {
+    key = folders.hash_files(folder, all_files)
+    builder = datasets.load_dataset_builder(
+        str(folder),
+        data_files={
             split: DataFilesList([str(folder / path) for path in paths], [()] * len(paths))
-            for split, paths in contents.splits.items()
-        }
-    key = folders.hash_files(folder, sorted(files_of_splits))
-    options["cache_dir"] = Path(datasets.config.HF_DATASETS_CACHE, "folders", key)
-    rows = load_by_datasets(str(folder), **options)
+            for split, paths in files.items()
+        },
+        cache_dir=Path(datasets.config.HF_DATASETS_CACHE, "folders", key),
+    )
+    builder.download_and_prepare()
     return {
         split: datasets.Dataset(part.data, part.info, part.split, fingerprint=f"{split}-{key}")
-        for split, part in rows.items()
+        for split, part in builder.as_dataset().items()
     }
 
 
 def label_rows(
     rows: datasets.Dataset, where: str, label: str | None, classes: list[str] | None = None
-) -> tuple[Labelled, list[str], set[str]]:
-    """Return pictures with their classes, the names of the classes, and which were respelt.
+) -> tuple[Labelled, list[str]]:
+    """Return pictures with their classes, and the names of the classes. Raises UsageError.
 
-    The names are those of a ClassLabel, or the values of the column in sorted order, in NFC. Raises
-    UsageError.
+    The names are those of a ClassLabel, or the values of the column in sorted order, in NFC.
 
     classes: the names of another split, by which the labels of this one are numbered.
     """
@@ -286,13 +221,11 @@ def label_rows(
         )
     column = choose_column(rows, where, label)
     values = values_of(rows, column)
-    kind = rows.features[column]
-    if isinstance(kind, datasets.ClassLabel):
+    if isinstance(kind := rows.features[column], datasets.ClassLabel):
         stored = kind.names
     else:
         in_nfc = lambda value: nfc(value) if isinstance(value, str) else value  # noqa: E731
         stored = [*map(str, sorted(values.dropna().unique(), key=in_nfc))]
-    respelt = {nfc(name) for name in stored if nfc(name) != name}
     names = classes or [*dict.fromkeys(map(nfc, stored))]
     # Classes are matched by name, because another split may have them in another order.
     numbers = pd.Index(names).get_indexer(values.map(str).map(nfc))
@@ -303,4 +236,4 @@ def label_rows(
             f"the {len(names)} classes {reprlib.repr(names)}"
         )
     labels = torch.from_numpy(numbers.astype(np.int64))
-    return Labelled(rows.select_columns(images), labels, where), names, respelt
+    return Labelled(rows.select_columns(images), labels, where), names
