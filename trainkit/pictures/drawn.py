@@ -37,11 +37,11 @@ def draw_input(
     try:
         from trainkit.plots.figures import draw_seen  # here: matplotlib takes long
 
-        images, labels, indices = pick_some(train_set)
-        trained = cut_centre(augment(images, indices), metadata["size"])
-        evaluated, targets, _ = pick_some(eval_set)
-        evaluated = cut_centre(evaluated, metadata["size"])
-        sides = {"to train on": (trained, labels), "to evaluate on": (evaluated, targets)}
+        sides = {}
+        for title, dataset in ("to train on", train_set), ("to evaluate on", eval_set):
+            images, labels, indices = pick_some(dataset)
+            seen = augment(images, indices) if dataset is train_set else images
+            sides[title] = cut_centre(seen, metadata["size"]), labels
         picture = draw_seen(run.config.run_dir, sides, metadata["classes"])
         if not run.config.dry_run:  # which leaves nothing
             run.print(f"as the network sees them: {picture}")

@@ -4,7 +4,6 @@ A batch maps the file into memory for as long as it takes to copy its rows, so o
 needs no more memory for more pictures. On a GPU up to 1 GiB of photos lies there.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,54 +38,43 @@ class Batch(NamedTuple):
 class Photos(Dataset):
     """The photos of a split, whose file is uint8 (num_rows, side, side, 3). A sample is a Batch."""
 
-    def __init__(self, split: Split):
+    def __init__(self, split: Split, device: torch.device | None = None):
         self.split = split
-        self.labels = split.labels
         self.classes = split.classes
+        self.labels = split.labels.to(device)
+        self.pixels = None if device is None else torch.from_numpy(self.read(split.rows)).to(device)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def pick(self, indices: torch.Tensor) -> Any:
-        """Return the photos of these indices, int64, as a Batch."""
-        mapped = np.load(self.split.path, mmap_mode="r")  # anew: mapped pages count as memory
-        pixels = torch.from_numpy(mapped[self.split.rows[indices].numpy()]).permute(0, 3, 1, 2)
-        return Batch(pixels, self.labels[indices], indices)
+    def read(self, rows: torch.Tensor) -> np.ndarray:
+        """Return rows of the file, which is mapped anew, because mapped pages count as memory."""
+        return np.load(self.split.path, mmap_mode="r")[rows.numpy()]
 
-    def make_batch(self, indices: torch.Tensor) -> Any:
-        """The same; a loader calls this."""
-        return self.pick(indices)
+    def pick(self, indices: torch.Tensor) -> Batch:
+        """Return the photos of these indices, int64."""
+        if self.pixels is None:
+            pixels = torch.from_numpy(self.read(self.split.rows[indices]))
+        else:
+            indices = indices.to(self.pixels.device)
+            pixels = self.pixels.index_select(0, indices)
+        return Batch(pixels.permute(0, 3, 1, 2), self.labels.index_select(0, indices), indices)
+
+    make_batch = pick  # a loader calls this
 
     @property
     def nbytes(self) -> int:
         """The bytes of all photos."""
-        shape = np.load(self.split.path, mmap_mode="r").shape
-        return len(self) * math.prod(shape[1:])
+        return len(self) * self.read(self.split.rows[:1]).nbytes
 
     def to(self, device: torch.device) -> "Photos":
         """The same photos, which lie on a device."""
-        return PhotosThere(self.split, device)
+        return Photos(self.split, device)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what is compared when a run is resumed."""
-        rows = digest(self.split.rows.numpy().tobytes() + self.labels.numpy().tobytes())
+        rows = digest(self.split.rows.numpy().tobytes() + self.split.labels.numpy().tobytes())
         return {"pictures": f"{self.split.path.stem}-{rows}"}
-
-
-class PhotosThere(Photos):
-    """The same photos, copied to a device, which picks those of a batch by itself."""
-
-    def __init__(self, split: Split, device: torch.device):
-        super().__init__(split)
-        mapped = np.load(split.path, mmap_mode="r")
-        self.pixels = torch.from_numpy(mapped[split.rows.numpy()]).to(device)
-        self.labels_there = self.labels.to(device)
-
-    def pick(self, indices: torch.Tensor) -> Batch:
-        """See Photos.pick."""
-        indices = indices.to(self.pixels.device)
-        pixels = self.pixels.index_select(0, indices).permute(0, 3, 1, 2)
-        return Batch(pixels, self.labels_there.index_select(0, indices), indices)
 
 
 def load_photos(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
