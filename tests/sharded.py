@@ -7,11 +7,11 @@ import yaml
 from conftest import CONFIGS
 from faults import Nursery, Outcome
 
-KINDS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+SHARDED = "sharded"
 
 
 def env(kind: str | None, copies: int = 1, **changes: str) -> dict[str, str]:
-    """What the launcher hands on of 4cpu_hsdp.yaml, with this fsdp_state_dict_type; None: DDP.
+    """What the launcher hands on of 4cpu_hsdp.yaml; kind None: DDP.
 
     The launcher gives a size of 1 for one that the YAML does not have.
     """
@@ -19,7 +19,7 @@ def env(kind: str | None, copies: int = 1, **changes: str) -> dict[str, str]:
         return changes
     config = yaml.safe_load((CONFIGS / "4cpu_hsdp.yaml").read_text())
     config = config["fsdp_config"] | config["parallelism_config"]
-    config |= {"fsdp_state_dict_type": kind, "parallelism_config_dp_shard_size": 1}
+    config |= {"parallelism_config_dp_shard_size": 1}
     config |= {"parallelism_config_dp_replicate_size": copies}
     found = {name.upper(): str(value).lower() for name, value in config.items()}
     both = dict.fromkeys(("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"), "true")

@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import linux_only
-from sharded import KINDS
+from sharded import SHARDED
 from sharded import env as shards_env
 
 # A doctor whose process 1 is ill in the way that argv[0] names.
@@ -47,7 +47,7 @@ def test_an_illness_is_named(illness, sentence, fork_main, tmp_path):
 
 
 def test_the_axis_of_the_mesh_on_which_the_processes_hang_is_named(fork_main):
-    flags, env = ["axis", "--timeout", 5], {**shards_env(KINDS[1], 2), "OMP_NUM_THREADS": "1"}
+    flags, env = ["axis", "--timeout", 5], {**shards_env(SHARDED, 2), "OMP_NUM_THREADS": "1"}
     done = fork_main(PATIENT, *flags, world=4, env=env)
     assert done.codes[0] == 1 and "MiB along dp_replicate: " in done.stdout, done.output
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: process 0 ")]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from conftest import rows
 from faults import SCRIPTS, Nursery, Outcome, acknowledged, digests, incomplete, newest
-from sharded import env
+from sharded import SHARDED, env
 
 SAVE = 4  # the save that is broken: the first whose pruning removes a checkpoint
 
@@ -225,11 +225,9 @@ def test_sweep(nursery, arguments, tiny_mnist, tmp_path, script, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_sweep_of_a_sharded_run(nursery, tmp_path, kind):
+def test_sweep_of_a_sharded_run(nursery, tmp_path):
     args = "--num-lines 60 --batch-size 12 --epochs 2 --save-every 2 --timeout 20"
-    sweep = Sweep(nursery, "examples.text", args.split(), 2, tmp_path, env(kind))
-    # The second has nothing to write if it is FULL.
+    sweep = Sweep(nursery, "examples.text", args.split(), 2, tmp_path, env(SHARDED))
     rows = [*sweep.break_each_save(0), *sweep.break_each_save(1)]
     assert rows and all(row.good() for row in rows), rows
 

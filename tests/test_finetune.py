@@ -18,7 +18,7 @@ from double import SAME
 from loops import changed
 from plain import logged_losses, quick
 from safetensors.torch import load_file
-from sharded import KINDS
+from sharded import SHARDED
 from tuned import (
     FLAGS,
     FOUR_BITS,
@@ -41,7 +41,7 @@ transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
 PACKED = ["--pack", "--max-tokens", "64", "--epochs", "4"]  # 7 steps an epoch
 # LoRA, a number of processes without sharding or two that shard in this way, --accumulate, pack.
-WAYS = itertools.product(([], LORA), (1, 2, 3, *KINDS), (1, 4), ([], PACKED))
+WAYS = itertools.product(([], LORA), (1, 2, 3, SHARDED), (1, 4), ([], PACKED))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize(
-    "lora, way, accumulate, packed", quick(WAYS, [([], KINDS[0], 4, []), (LORA, 2, 4, PACKED)])
+    "lora, way, accumulate, packed", quick(WAYS, [([], SHARDED, 4, []), (LORA, 2, 4, PACKED)])
 )
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate, packed
@@ -125,7 +125,7 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
 
 @pytest.mark.parametrize(
     "lora, way",
-    quick([*itertools.product(([], LORA), (2, *KINDS)), (FOUR_BITS, 2)], [(LORA, KINDS[1])]),
+    quick([*itertools.product(([], LORA), (2, SHARDED)), (FOUR_BITS, 2)], [(LORA, SHARDED)]),
 )
 def test_a_kill_changes_no_byte_and_with_a_mirror_a_lost_folder_neither(start, tmp_path, lora, way):
     kill, packed = {"signal": [13, signal.SIGKILL]}, [] if lora else PACKED

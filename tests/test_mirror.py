@@ -17,7 +17,7 @@ import torch
 from conftest import refused, wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 from saving import Run, step
-from sharded import KINDS, env
+from sharded import SHARDED, env
 
 from trainkit.errors import RunFailure
 from trainkit.numbers.orders import Progress
@@ -429,7 +429,7 @@ def test_sigkill_in_each_call_that_writes_to_a_folder(nursery, quick_args, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "copies"), [(KINDS[0], 1), (KINDS[1], 1), (KINDS[1], 2)])
+@pytest.mark.parametrize(("kind", "copies"), [(SHARDED, 1), (SHARDED, 2)])
 def test_a_sharded_run_goes_on_in_an_empty_folder(nursery, tmp_path, kind, copies):
     args = "--num-lines 60 --batch-size 12 --epochs 2 --save-every 2 --timeout 20".split()  # noqa: SIM905
     plan = {"world": 2 * copies, "env": env(kind, copies)}

@@ -10,15 +10,12 @@ import torch
 from conftest import assert_same_bytes, refused, rows
 from loops import changed, train
 from safetensors.torch import load_file
-from saving import Run as SmallRun
 from saving import step as step_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from trainkit.checkpoints import parts
-from trainkit.checkpoints.changes import Marks
-from trainkit.checkpoints.contents import Contents, Frozen
+from trainkit.checkpoints.contents import Marks
 from trainkit.checkpoints.parts import check_loadable, load_tree
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
@@ -238,21 +235,6 @@ def test_marks_see_that_a_tensor_has_changed(tensor):
     marks = Marks({"tensor": tensor})
     tensor.data = torch.ones(50)  # other memory
     assert marks.changed() == {"tensor"}
-
-
-def test_a_sharded_run_saves_and_reads_what_is_registered(tmp_path, monkeypatch):
-    run, average, tally = SmallRun(tmp_path / "run"), AveragedModel(nn.Linear(3, 3)), Count()
-    plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name="SHARDED_STATE_DICT"))
-    monkeypatch.setattr(run.accelerator.state, "fsdp_plugin", plugin, raising=False)
-    run.accelerator.register_for_checkpointing(average, tally)
-    contents = Contents(run.accelerator, Frozen([run.model]))
-    before = repr([average.state_dict(), tally.state])
-    parts.writer(run.accelerator, contents.parts())(tmp_path)
-    average.update_parameters(nn.Linear(3, 3))
-    tally.state |= {"x": torch.ones(2).bfloat16(), "num": 5, "seen": np.ones(3, dtype=int)}
-    assert repr([average.state_dict(), tally.state]) != before
-    parts.read_shards(contents.parts(), tmp_path)
-    assert repr([average.state_dict(), tally.state]) == before
 
 
 class Epochal(Dataset):

@@ -12,7 +12,7 @@ import torch
 from conftest import refused, rows
 from double import SAME
 from plain import logged_losses, quick
-from sharded import KINDS
+from sharded import SHARDED
 from tuned import (
     FOUR_BITS,
     LORA,
@@ -33,7 +33,7 @@ transformers = pytest.importorskip("transformers")
 FLAGS = "--batch-size 8 --eval-batch-size 8 --epochs 2 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
 # LoRA, a number of processes without sharding or two that shard in this way, --accumulate.
-WAYS = itertools.product(([], LORA), (1, 2, *KINDS), (1, 2))
+WAYS = itertools.product(([], LORA), (1, 2, SHARDED), (1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def plain(flags, lora):
     return losses_by_length(args, model, lengths, loss_of), margins
 
 
-@pytest.mark.parametrize("lora, way, accumulate", quick(WAYS, [([], KINDS[0], 2)]))
+@pytest.mark.parametrize("lora, way, accumulate", quick(WAYS, [([], SHARDED, 2)]))
 def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate
 ):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from plain import plain_losses
-from sharded import KINDS, train
+from sharded import SHARDED, train
 
 from trainkit.numbers.loaders import EpochBatches
 from trainkit.numbers.orders import by_length
@@ -36,8 +36,8 @@ def make_flags(made, flags: str, name: str, num: int) -> list[str]:
 
 
 def start_run(nursery, flags, run_dir, lora, way, *args, **plan):
-    """`way` is one of KINDS, or a number of processes without sharding."""
-    kind, world = (way, 2) if way in KINDS else (None, way)
+    """`way` is SHARDED, or a number of processes without sharding."""
+    kind, world = (way, 2) if way == SHARDED else (None, way)
     plan = {"timeout": 120, "modules": MODULES, "kind": kind, "world": world, **plan}
     plan["env"] = {"HF_DATASETS_CACHE": f"{run_dir}-cache"} | plan.get("env", {})
     return train(nursery, run_dir, *flags, *lora, *args, **plan)

@@ -55,6 +55,9 @@ ADVICE = {
     "combined with a tensor that is whole: use `weight.full_tensor() if "
     'hasattr(weight, "full_tensor") else weight`, on every process, or give a '
     "teacher, with requires_grad_(False), to accelerator.prepare(...) as well",
+    "out of bounds for storage of size 0": "a gradient of a gradient, as of a gradient penalty, "
+    "goes through sharded weights twice, and they are given back after the first time: call "
+    "model.set_reshard_after_backward(False) on what accelerator.prepare(...) returned",
     "nested_\\w+_backward|SymIntArrayRef expected to contain only concrete": "torch has no "
     "gradient for this operation on a nested tensor: call torch.nested.to_padded_tensor(x, 0.0) "
     "before it",

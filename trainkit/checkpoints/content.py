@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from trainkit.errors import UsageError
 from trainkit.hashes import digest, digest_file
@@ -21,8 +21,7 @@ from trainkit.numbers.loaders import has_transform
 AT_ONCE = 100  # samples of a list, or 100 times as many rows of a table
 MAX_TABLE_BYTES = 2**32  # a larger datasets.Dataset is read from the disk, not held in memory
 CODE = type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType
-# How datasets stores pictures and sounds: as bytes, or as the path of a file.
-MEDIA = "struct<bytes: binary, path: string>"
+MEDIA = "struct<bytes: binary, path: string>"  # how datasets stores pictures and sounds
 
 
 def text_of(value: Any) -> str:
@@ -83,9 +82,8 @@ def sample_parts(sample: Any) -> dict[str, str]:
 def held_in_memory(dataset: Any) -> Iterator[str] | None:
     """Texts that cover all of a set which is held in memory; None for other sets.
 
-    Such are lists, tuples, tensors, arrays, TensorDataset, datasets.Dataset up to 4 GiB, and what
-    Subset, ConcatDataset and StackDataset make of them; not np.memmap, nor a datasets.Dataset whose
-    pictures or sounds are files of their own.
+    Such are lists, tuples, tensors, arrays, TensorDataset, datasets.Dataset up to 4 GiB without
+    pictures or sounds, and what Subset and ConcatDataset make of them; not np.memmap.
     """
     if type(dataset) in (list, tuple):
         return _texts(dataset)
@@ -99,9 +97,6 @@ def held_in_memory(dataset: Any) -> Iterator[str] | None:
         return _joined([dataset.dataset], text_of([int(index) for index in dataset.indices]))
     if type(dataset) is ConcatDataset:
         return _joined(dataset.datasets, "")
-    if type(dataset) is StackDataset:
-        sets = dataset.datasets
-        return _joined([*sets.values()] if isinstance(sets, dict) else sets, "")
     return None
 
 
@@ -120,27 +115,17 @@ def _joined(sets: Sequence, first: str) -> Iterator[str] | None:
 def _table_texts(dataset: Any) -> Iterator[str] | None:
     """Hash the rows and the order of a datasets.Dataset, however its files divide the rows."""
     import pyarrow as pa  # datasets has imported it
-    import pyarrow.compute as pc
 
     names = dataset.format["columns"]
     table = dataset.data.table.select(names)
-    media = [field.name for field in table.schema if MEDIA in str(field.type)]
-    for name in media:
-        column = table[name]
-        if str(column.type) != MEDIA or pc.struct_field(column, "bytes").null_count:
-            return None
-    if table.nbytes > MAX_TABLE_BYTES:
+    if table.nbytes > MAX_TABLE_BYTES or MEDIA in str(table.schema):
         return None
     rows = dataset.with_format("arrow", columns=names)
 
     def texts() -> Iterator[str]:
         yield text_of([repr(dataset.features), dataset.format["type"], len(dataset)])
         for start in range(0, len(dataset), 100 * AT_ONCE):
-            part = rows[start : start + 100 * AT_ONCE]
-            columns = {name: part[name] for name in names}
-            for name in media:  # the path differs between machines
-                columns[name] = pc.struct_field(part[name], "bytes")
-            part = pa.table(columns).combine_chunks()
+            part = rows[start : start + 100 * AT_ONCE].combine_chunks()
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, part.schema) as writer:
                 writer.write_table(part)

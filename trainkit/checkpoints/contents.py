@@ -1,16 +1,17 @@
 """What a checkpoint holds of a run, and what must not change because no checkpoint holds it."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from trainkit.checkpoints.changes import Marks
 from trainkit.checkpoints.content import hash_fixed, text_of
-from trainkit.checkpoints.parts import Parts, check_loadable, load_whole
+from trainkit.checkpoints.parts import Parts, check_loadable, load_tree
 from trainkit.checkpoints.sharded import Tensors, frozen, state_of
 from trainkit.errors import RunFailure, UsageError
 from trainkit.hashes import digest
@@ -18,11 +19,60 @@ from trainkit.repairs.private_names import (
     keystr,
     prepared_optimizers,
     prepared_schedulers,
+    tree_leaves,
     tree_leaves_with_path,
+    tree_map_only,
+    version_of,
 )
 from trainkit.repairs.replaced import take_registered
 from trainkit.store.weights import numbered
-from trainkit.text import shorten
+
+NUM_BYTES = 64  # of each tensor, spread over it, that are compared
+
+
+class Marks:
+    """What tensors were like when this was made, to find those that have changed since.
+
+    A tensor counts as changed if torch has counted a change in place, or if some of NUM_BYTES bytes
+    that are spread over it are others. Of a sharded tensor these are the rows of this process.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self.tensors = dict(tensors)
+        self.versions = [version_of(tensor) for tensor in self.tensors.values()]
+        self.sizes: list[int] = []
+        self.first = self._bytes()
+
+    def changed(self) -> set[str]:
+        """The names of the tensors that have changed."""
+        versions = [version_of(tensor) for tensor in self.tensors.values()]
+        pairs = zip(self.tensors, self.versions, versions, strict=True)
+        found = {name for name, old, new in pairs if old != new}
+        if torch.equal(self.first, now := self._bytes()):
+            return found
+        parts = zip(self.tensors, self.first.split(self.sizes), now.split(self.sizes), strict=True)
+        return found | {name for name, old, new in parts if not torch.equal(old, new)}
+
+    def hash(self) -> str:
+        """A hash of the bytes that are compared, as they were."""
+        return digest(self.first.numpy())
+
+    def _bytes(self) -> torch.Tensor:
+        samples = [_sample_of(tensor) for tensor in self.tensors.values()]
+        self.sizes = [len(sample) for sample in samples]
+        if not samples:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.cat([sample.to(samples[0].device) for sample in samples]).cpu()
+
+
+def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes spread over a tensor, of a sharded one over the rows of this process."""
+    rows = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    if rows.dim() == 4 and rows.is_contiguous(memory_format=torch.channels_last):
+        rows = rows.permute(0, 2, 3, 1)  # without a copy
+    memory = rows.contiguous().flatten().view(torch.uint8)
+    # An odd distance: it meets the low bytes of some numbers, which every change moves.
+    return memory[:: max(1, len(memory) // NUM_BYTES) | 1]
 
 
 class Frozen:
@@ -44,10 +94,6 @@ class Frozen:
         """From here on a change counts. Call it when they are as every start makes them."""
         self.marks = [Marks(frozen(model)) for model in self.models]
 
-    def set_moved(self, moved: Sequence[Sequence[str]]) -> None:
-        """Take over from a checkpoint which of them had changed, for each model."""
-        self.moved = [set(names) for names in moved]
-
     def state_of(self, model: nn.Module) -> Tensors:
         """The state of a model without those frozen weights that are as at the start, by name."""
         number = next(n for n, one in enumerate(self.models) if one is model)
@@ -58,44 +104,34 @@ class Registered:
     """What accelerator.register_for_checkpointing(...) was given, in its order.
 
     Accelerate pickles such things, and unpickles whatever a file holds, which could execute code:
-    here they are a part of the checkpoint. Raises UsageError if one could not be loaded.
+    here their states are in registered.bin, equal on all processes. Raises UsageError if one could
+    not be loaded.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.things = take_registered(accelerator)
         self.kinds = [type(thing).__name__ for thing in self.things]
-        for kind, state in zip(self.kinds, self.state_dict(), strict=True):
-            where = "registered with accelerator.register_for_checkpointing(...),"
-            check_loadable(state, f"the state_dict() of the {kind}, {where}")
+        for kind, state in zip(self.kinds, self.states(), strict=True):
+            what = f"the state_dict() of the {kind}, registered with "
+            what += "accelerator.register_for_checkpointing(...),"
+            check_loadable(state, what)
+            if any(hasattr(leaf, "full_tensor") for leaf in tree_leaves(state)):
+                raise UsageError(
+                    f"{what} holds sharded tensors: give it to accelerator.prepare(...), or let it "
+                    "hold whole ones, as of weight.full_tensor()"
+                )
 
-    def state_dict(self) -> list[Any]:
-        """The state of each."""
+    def states(self) -> list[Any]:
+        """The state of each. Every process must call this: it may be a sum of theirs."""
         return [thing.state_dict() for thing in self.things]
 
-    def load_state_dict(self, states: Sequence[Any]) -> None:
-        """Give each its state."""
-        for thing, state in zip(self.things, states, strict=True):
-            thing.load_state_dict(state)
-
-    def load(self, states: Sequence[Any]) -> None:
-        """Give each its state of a file, whose tensors are moved to where those of now are."""
-        load_whole(self, states)
-
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """The entries of the state of each thing by their places, under its name in messages.
-
-        The rows of sharded tensors, which differ between processes, are left out.
-        """
-        states = zip(self.kinds, self.state_dict(), strict=True)
-        return {
-            f"the registered {kind} (number {number})": {
-                keystr(at): leaf
-                for at, leaf in tree_leaves_with_path(state)
-                if not hasattr(leaf, "to_local")
-            }
-            for number, (kind, state) in enumerate(states)
-        }
+    def load(self, folder: Path) -> None:
+        """Give each its state of a checkpoint."""
+        if self.things:
+            states = load_tree(folder / "registered.bin", self.accelerator.device)
+            for thing, state in zip(self.things, states, strict=True):
+                thing.load_state_dict(state)
 
     def check_kinds(self, saved: Sequence[str]) -> None:
         """Raise UsageError if the things of a checkpoint are not those of this run."""
@@ -147,16 +183,14 @@ class Contents:
     def parts(self) -> Parts:
         """The parts of a checkpoint by file name: see parts.py.
 
-        The names are those that accelerator.save_state gives its files, and average.safetensors and
-        registered.bin. They are made from numbers and never sorted, because model_10 would come
-        before model_2.
+        The names are those that accelerator.save_state gives its files, and average.safetensors.
+        They are made from numbers and never sorted, because model_10 would come before model_2.
         """
         kinds: dict[str, Sequence[Any]] = {
             "average.safetensors": self.averages,
             "model.safetensors": [self.frozen.state_of(model) for model in self.frozen.models],
             "optimizer.bin": prepared_optimizers(self.accelerator),
             "scheduler.bin": prepared_schedulers(self.accelerator),
-            "registered.bin": [self.registered] if self.registered.things else [],
         }
         return {numbered(name, n): part for name, of in kinds.items() for n, part in enumerate(of)}
 
@@ -168,10 +202,9 @@ class Contents:
         """
         self._check_loadable()
         moved = [marks.changed() for marks in self.frozen.marks]
-        entries = self.registered.entries() | self._moved_weights(moved)
-        own = (moved, self._changed_fixed(), {name: hash_of(of) for name, of in entries.items()})
+        own = (moved, self._changed_fixed(), self._hashes(moved))
         everybody = gather_object([own]) if self.accelerator.num_processes > 1 else [own]
-        for theirs, changed, others in everybody:
+        for theirs, changed, hashes in everybody:
             if changed:
                 raise RunFailure(
                     f"fixed[{changed!r}] of run.begin(...) has changed, and no checkpoint holds "
@@ -179,11 +212,13 @@ class Contents:
                     "accelerator.register_for_checkpointing(...) with it before run.begin(...); if "
                     "its own forward pass does, as with BatchNorm, call .eval() on it"
                 )
-            first = everybody[0][2]
-            for name in first | others:
-                if others.get(name) != first.get(name):
-                    texts = {e: hash_of({e: x}) for e, x in entries.get(name, {}).items()}
-                    raise RunFailure(what_differs(name, gather_object([texts])))
+            if differing := dict(everybody[0][2].items() ^ hashes.items()):
+                raise RunFailure(
+                    f"{min(differing)} differs between processes, and a checkpoint holds one of "
+                    "them: change it by the same numbers on all processes, and put BatchNorm in "
+                    "it, whose running means are those of a share of the batch, into evaluation "
+                    "mode after model.train()"
+                )
             for known, names in zip(self.frozen.moved, theirs, strict=True):
                 known |= names
 
@@ -203,37 +238,23 @@ class Contents:
                 return name
         return ""
 
-    def _moved_weights(self, moved: Sequence[set[str]]) -> dict[str, dict[str, Any]]:
-        """The frozen weights that have moved, by what messages call them, but for sharded ones."""
-        return {
-            f"the frozen weight {name} of model {n}": {"": marks.tensors[name]}
-            for n, (marks, names) in enumerate(zip(self.frozen.marks, moved, strict=True))
-            for name in sorted(names)
-            if not hasattr(marks.tensors[name], "to_local")
-        }
+    def _hashes(self, moved: Sequence[set[str]]) -> dict[str, str]:
+        """Of what a checkpoint holds once for all processes, by what messages call it."""
+        states = zip(self.registered.kinds, self.registered.states(), strict=True)
+        held = {f"the registered {kind} (number {n})": x for n, (kind, x) in enumerate(states)}
+        for n, (marks, names) in enumerate(zip(self.frozen.marks, moved, strict=True)):
+            for name in names:
+                if not hasattr(marks.tensors[name], "to_local"):  # rows, which may differ
+                    held[f"the frozen weight {name} of model {n}"] = [marks.tensors[name]]
+        return {name: hash_of(state) for name, state in held.items()}
 
 
-def hash_of(entries: Mapping[str, Any]) -> str:
-    """A hash of entries by name; of tensors of those bytes that Marks compares."""
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
-    others = {name: entry for name, entry in entries.items() if name not in tensors}
-    return digest(text_of(others) + Marks(tensors).hash())
-
-
-def what_differs(name: str, everybody: Sequence[Mapping[str, str]]) -> str:
-    """Say which entries differ between processes; everybody has the texts of each process."""
-    entries = dict.fromkeys(entry for theirs in everybody for entry in theirs if entry)
-    differing = [e for e in entries if len({theirs.get(e) for theirs in everybody}) > 1]
-    place = f" in {shorten(differing)}" if differing else ""
-    remedy = "change it by the same numbers on all processes"
-    if any("running_" in entry for entry in differing):
-        remedy += (
-            ". A forward pass in training mode changes the running means of BatchNorm by this "
-            "process's share of a batch: put BatchNorm into evaluation mode after model.train(), "
-            "use GroupNorm or LayerNorm, or copy "
-            'accelerator.reduce(buffer, "mean") of each float buffer'
-        )
-    return f"{name} differs between processes{place}, and a checkpoint holds one of them: {remedy}"
+def hash_of(state: Any) -> str:
+    """A hash of a state; of its tensors those bytes that Marks compares."""
+    leaves = {keystr(at): leaf for at, leaf in tree_leaves_with_path(state)}
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    rest = text_of(tree_map_only(Tensor, lambda _: None, state))
+    return digest(rest + Marks(tensors).hash())
 
 
 def tensors_of(module: nn.Module) -> Tensors:

@@ -1,24 +1,18 @@
 """The files in which a checkpoint holds the state of a run, and how they are written and read.
 
 A part is the name of a file with what is in it: the tensors of a model or the averages of --ema by
-name, an optimizer, a schedule, or what the script registered. See Contents.parts.
+name, an optimizer, or a schedule. See Contents.parts.
 
-accelerator.save_state writes the parts of a run that is not sharded, but for two that it does not
-know, which a hook writes. Of a sharded run each process writes the rows that it has to a file of
-its own, with torch.distributed.checkpoint, as safetensors: shard-00001-model-00001-of-00001 and so
-on. What is not a tensor (learning rates, counts) is in rest.bin. With fsdp_state_dict_type:
-FULL_STATE_DICT there is one such file, with all rows. Any run reads either kind.
+accelerator.save_state writes the parts of a run that is not sharded, but for the averages, which a
+hook writes. Of a sharded run each process writes the rows that it has to a file of its own, with
+torch.distributed.checkpoint, as safetensors: shard-00001-model-00001-of-00001 and so on. What is
+not a tensor (learning rates, counts) is in rest.bin. Any run reads either kind.
 
 Two calls of torch are not used. save(...) waits for the slowest disk in a collective, so that a
 disk that is slower than --timeout would be a lost process: here each process writes by itself, with
 the same planner and writer. get_state_dict(...) takes a step with gradients of zero to make the
 state of an optimizer, and names it by weights: here it has the numbers that an optimizer gives it,
-as in the files of save_state, so that either kind of run reads both. torch's writer copies the rows
-twice before it writes them: of 101 MiB on two processes a save blocked the training for 0.52 s, and
-one that wrote them from memory for 0.14 s.
-
-Nothing is unpickled but by torch.load(weights_only=True), which knows numbers, texts, containers,
-tensors and, by SAFE, the arrays of numpy.
+as in the files of save_state, so that either kind of run reads both.
 """
 
 import io
@@ -34,9 +28,9 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.serialization import safe_globals
+from torch.serialization import default_restore_location, safe_globals
 
-from trainkit.checkpoints.sharded import Tensors, gathered, rows_of
+from trainkit.checkpoints.sharded import Tensors, rows_of
 from trainkit.errors import UsageError
 from trainkit.launch.environment import num_copies
 from trainkit.numbers.optim import weights_of
@@ -76,29 +70,31 @@ def check_loadable(state: Any, what: str) -> None:
         ) from None
 
 
-def load_tree(path: Path) -> Any:
-    """What torch.save wrote into this file, on the CPU, with nothing that could execute code."""
+def load_tree(path: Path, device: torch.device | str = "cpu") -> Any:
+    """What torch.save wrote into this file, with nothing that could execute code.
+
+    Tensors that were not on the CPU are put on this device.
+    """
+
+    def put(storage: Any, saved_on: str) -> Any:
+        return default_restore_location(storage, "cpu" if saved_on == "cpu" else str(device))
+
     with safe_globals(SAFE):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location=put, weights_only=True, mmap=True)
 
 
 def before_save(
     parts: Callable[[], Parts], is_main: bool, models: list, weights: list, folder: str
 ) -> None:
-    """Leave out frozen weights, save tied weights under both names, and write the other parts.
+    """Leave out frozen weights, save tied weights under both names, and write the averages.
 
     This is a hook of accelerator.save_state, which would leave out one of two tied names and warn
     of it each time.
     """
-    held = parts()
-    tensors = {name: separate(part) for name, part in held.items() if isinstance(part, dict)}
+    tensors = {name: separate(part) for name, part in parts().items() if isinstance(part, dict)}
     weights[:] = [tensors.pop(numbered("model.safetensors", n)) for n in range(len(models))]
     for name, part in tensors.items() if is_main else ():
         save_file(part, Path(folder, name))
-    if registered := held.get("registered.bin"):
-        state = registered.state_dict()  # on every process: it may be a sum of theirs
-        if is_main:
-            torch.save(state, Path(folder, "registered.bin"))
 
 
 def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> None:
@@ -107,9 +103,9 @@ def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> Non
     This is a hook of accelerator.load_state, which would ignore missing and extra files.
     """
     parts = parts_of()
-    others = {"scaler.pt", *(path.name for path in Path(folder).glob("random_states_*.pkl"))}
-    there = {path.name for path in Path(folder).iterdir() if is_listed(f"state/{path.name}")}
-    if wrong := there - others ^ parts.keys():
+    names = [path.name for path in Path(folder).iterdir() if is_listed(f"state/{path.name}")]
+    kinds = ("model", "average", "optimizer", "scheduler")
+    if wrong := {name for name in names if name.startswith(kinds)} ^ parts.keys():
         raise UsageError(
             f"{folder}: {min(wrong)} is in the checkpoint or in this run, not in both: the script "
             "has prepared other models, optimizers or schedules"
@@ -127,12 +123,8 @@ def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> Non
                 _check_shape(key, part, saved.get(key))
 
 
-def writer(accelerator: Accelerator, parts: Parts) -> Callable[[Path], None]:
-    """Return a function that writes what this process has of a sharded state into a folder.
-
-    That function does not communicate, so it may fail on one process alone: FULL_STATE_DICT is
-    gathered here. Every process must call this.
-    """
+def write_shards(accelerator: Accelerator, parts: Parts, folder: Path) -> None:
+    """Write what this process has of a sharded state into a folder. It does not communicate."""
     tensors: Tensors = {}
     rest = {}
 
@@ -149,29 +141,21 @@ def writer(accelerator: Accelerator, parts: Parts) -> Callable[[Path], None]:
         else:
             state = part.state_dict()
             rest[name] = tree_map_with_path(lambda at, x, n=name: take(n + keystr(at), x), state)
-    is_main = accelerator.is_main_process
-    if accelerator.state.fsdp_plugin.state_dict_type.name == "FULL_STATE_DICT":
-        tensors = gathered(tensors, keep=is_main)
     of_copies = [0] * num_copies(accelerator.num_processes)  # numbers that each copy saves
     own: Tensors = {}
     for name, value in tensors.items():
         copy = of_copies.index(min(of_copies))
+        is_own = accelerator.is_main_process
         if hasattr(value, "full_tensor"):
             of_copies[copy] += value.numel()
             mesh, is_empty = value.device_mesh, value.to_local().numel() == 0 < value.numel()
             is_own = (mesh.ndim == 1 or mesh.get_local_rank(0) == copy) and not is_empty
-        else:
-            is_own = is_main
         if is_own:
             own[name] = value
-
-    def write(folder: Path) -> None:
-        if is_main:
-            torch.save(rest, folder / REST)
-        if own:
-            _write_shard(separate(own), accelerator.process_index, folder)
-
-    return write
+    if accelerator.is_main_process:
+        torch.save(rest, folder / REST)
+    if own:
+        _write_shard(separate(own), accelerator.process_index, folder)
 
 
 def _write_shard(tensors: Tensors, rank: int, folder: Path) -> None:
@@ -188,7 +172,7 @@ def _write_shard(tensors: Tensors, rank: int, folder: Path) -> None:
 
 
 def read_shards(parts: Parts, folder: Path) -> None:
-    """Load what writer(...) wrote, on any number of processes, into any run.
+    """Load what write_shards(...) wrote, on any number of processes, into any run.
 
     It does not communicate. Raises UsageError before any weight changes.
     """
@@ -209,11 +193,10 @@ def read_shards(parts: Parts, folder: Path) -> None:
         if isinstance(part, dict):
             tensors |= {f"{name}.{key}": value for key, value in part.items()}
             continue
-        place_of = places(part)
         for at, value in tree_leaves_with_path(rest[name]):
             key = name + keystr(at)
             if isinstance(value, Tensor) and key in saved:
-                place, size = place_of(at), saved[key].size
+                place, size = _weight_of(part, at), saved[key].size
                 if place is None or place.shape != size:  # a count of steps
                     place = torch.empty(size)
                 tensors[key] = torch.empty_like(place.detach(), dtype=saved[key].properties.dtype)
@@ -240,33 +223,15 @@ def read_whole(parts: Parts, folder: Path) -> None:
         if isinstance(part, dict):
             _load_tensors(part, files[name])
         else:
-            load_whole(part, files[name])
+            part.load_state_dict(
+                tree_map_with_path(lambda at, x, p=part: rows_of(_weight_of(p, at), x), files[name])
+            )
 
 
-def load_whole(part: Any, state: Any) -> None:
-    """Give an optimizer, or what was registered, a saved state, of which it takes its own rows."""
-    place_of = places(part)
-
-    def fit(at: tuple, value: Any) -> Any:
-        place = place_of(at) if isinstance(value, Tensor) else None
-        if place is None:
-            return value
-        rows = rows_of(place, value)
-        return rows.to(place.device) if rows.shape == place.shape else rows
-
-    part.load_state_dict(tree_map_with_path(fit, state))
-
-
-def places(part: Any) -> Callable[[tuple], Tensor | None]:
-    """Return a function from the place of a tensor in a state to one that is sharded like it.
-
-    What an optimizer has for a weight, which it may not have yet, is sharded like the weight.
-    """
-    if isinstance(part, torch.optim.Optimizer):
-        weights = weights_of(part)
-        return lambda at: weights[at[1].key] if at[0].key == "state" else None
-    held = {at: x for at, x in tree_leaves_with_path(part.state_dict()) if isinstance(x, Tensor)}
-    return held.get
+def _weight_of(part: Any, at: tuple) -> Tensor | None:
+    """The weight whose state is at this place in the state of an optimizer; it is sharded alike."""
+    is_state = isinstance(part, torch.optim.Optimizer) and at[0].key == "state"
+    return weights_of(part)[at[1].key] if is_state else None
 
 
 def _load_tensors(tensors: Tensors, saved: Tensors) -> None:

@@ -124,9 +124,7 @@ class Checkpoints:
         temporary = self.directory / f".tmp-{final.name}"
         trainer = self._trainer(progress)
         self.parts = self.contents.parts()
-        save_state = accelerator.save_state
-        if accelerator.is_fsdp2:
-            save_state = parts.writer(accelerator, self.parts)
+        registered = self.contents.registered.states()
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if accelerator.is_main_process:
@@ -139,7 +137,12 @@ class Checkpoints:
         without_crc = serialization.patch({"save.compute_crc32": False})
         with failing_together(accelerator, what, RunFailure), without_crc:
             try:
-                save_state(temporary / "state")
+                if accelerator.is_fsdp2:
+                    parts.write_shards(accelerator, self.parts, temporary / "state")
+                else:
+                    accelerator.save_state(temporary / "state")
+                if registered and accelerator.is_main_process:
+                    torch.save(registered, temporary / "state" / "registered.bin")
             finally:
                 wait_for_all(accelerator, self.time_limit)  # a slow disk is no lost process
         self.commits.start(temporary, final, trainer, what, started_at)
@@ -238,12 +241,18 @@ class Checkpoints:
         """Load what a checkpoint holds; a UsageError comes before any weight changes."""
         accelerator, registered = self.accelerator, self.contents.registered
         registered.check_kinds(trainer["registered"])
-        self.contents.frozen.set_moved(trainer["moved"])
+        self.contents.frozen.moved = [set(names) for names in trainer["moved"]]
         self.parts = self.contents.parts()
         if (folder / parts.REST).exists():  # a sharded run saved it
-            return parts.read_shards(self.parts, folder)
-        if accelerator.is_fsdp2:
-            return parts.read_whole(self.parts, folder)
+            parts.read_shards(self.parts, folder)
+        elif accelerator.is_fsdp2:
+            parts.read_whole(self.parts, folder)
+        else:
+            self._load_state(folder)
+        registered.load(folder)
+
+    def _load_state(self, folder: Path) -> None:
+        accelerator = self.accelerator
         is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
         with without_loss_scale(accelerator, hide=is_new_scale), safe_globals(parts.SAFE):
             accelerator.load_state(
@@ -254,8 +263,6 @@ class Checkpoints:
             )
         seed_host(0)  # replaces what random_states_*.pkl set
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
-        if registered.things:
-            registered.load(parts.load_tree(folder / "registered.bin"))
 
 
 def start_from(accelerator: Accelerator, config: TrainingConfig) -> tuple[str, str]:

@@ -87,25 +87,9 @@ def shard(accelerator: Accelerator) -> None:
 
     _use(accelerator, plugin)
     wrap_method(accelerator, "prepare", prepare_sharded)
-    wrap_method(accelerator, "backward", _backward)
-
-
-def _backward(backward: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Raise UsageError for a second backward pass through weights that the first has given back."""
-    try:
-        backward(*args, **options)
-    except RuntimeError as error:
-        if "out of bounds for storage of size 0" not in str(error):
-            raise
-        raise UsageError(
-            "a gradient of a gradient, as of a gradient penalty, goes through sharded weights "
-            "twice, and they are given back after the first time: call "
-            "model.set_reshard_after_backward(False) on what accelerator.prepare(...) returned"
-        ) from error
 
 
 def _use(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Let Accelerate shard models by this plugin, in as many copies as the launch asks for."""
     plugin.activation_checkpointing = False  # get_ready does it
     bf16 = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     shard_models(accelerator, plugin, bf16)

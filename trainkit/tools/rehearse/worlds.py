@@ -11,7 +11,7 @@ SHARDED = {  # as in accelerate_configs/2cpu_fsdp.yaml
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
 SETTINGS: dict[str, Any] = {
     "resume": None,
