@@ -1,11 +1,7 @@
-"""Write a copy of a table, with columns of predictions, beside the table.
-
-It is in UTF-8, with commas and decimal points.
-"""
+"""Write a copy of a table, with columns of predictions, beside it: UTF-8, comma and point."""
 
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +22,12 @@ FORMULA = r"\A(?!\s*[+-]?(\d[\d.,]*|[.,]\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\
 
 # A number is named if it is further beyond those of the training rows, in parts of their range.
 MARGIN = 0.1
-OUTSIDE = "outside_training_range"  # the column that names such numbers, if there are any
-
-WRITTEN: dict[Path, Path] = {}  # by this process: each file and the table it was made from
 
 
 class TableRows(Predictor):
     """Takes features, float64 (n, features), in their own units.
 
-    float32 cannot tell ids or times in milliseconds apart. In a subclass, answer_rows returns the
-    columns that are written for inputs of forward.
+    In a subclass, answer_rows returns the columns that are written for inputs of forward.
     """
 
     options = ("encoding",)
@@ -62,35 +54,26 @@ class TableRows(Predictor):
         written = frames.read_table(where, where, **options)
         columns = [Column(**column) for column in metadata["columns"]]
         table = frames.choose_columns(written, [column.name for column in columns], where)
-        if options.get("missing_values"):
-            table, _ = empty_cells(table, options["missing_values"])
+        table = empty_cells(table, options.get("missing_values", ()))
         inputs, problems = encode(table, columns)
-        why = {row: [f"column {name!r}: {cell}"] for row, name, cell in reversed(problems)}
+        why = {row: f"column {name!r}: {cell}" for row, name, cell in reversed(problems)}
         if len(why) == len(table):
             raise UsageError(f"{where}: no row can be predicted: {name_rows(why) or 'it has none'}")
         predictions = pd.DataFrame(self.answer_rows(torch.from_numpy(inputs)))
         predictions.loc[[*why]] = np.nan
-        notes = describe_unknown(table, columns)
-        if outside := find_outside(table, inputs, columns, metadata):
-            notes += f"\noutside the range of the training rows: {name_rows(outside)}"
-            cells = {row: "; ".join(texts) for row, texts in outside.items()}
-            predictions[OUTSIDE] = pd.Series(cells, predictions.index, dtype=object)
-        if why:
-            notes += f"\nno prediction for {name_rows(why)}"
         if taken := [name for name in predictions if name in written]:
             raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
         stem = Path(path.stem).stem if path.suffix.lower() in frames.COMPRESSED else path.stem
         output = path.with_name(f"{stem}_predictions.csv")
-        if WRITTEN.setdefault(output.resolve(), path.resolve()) != path.resolve():
-            raise UsageError(f"{where}: {output} has just been written for another table")
         rows = written.join(predictions)
         write_rows(rows, output)
-        shown = rows.drop(columns=OUTSIDE, errors="ignore").head()
-        plain = partial(write_number, digits=6, separator="")
-        lines = shown.to_string(
-            index=False, max_cols=6, max_colwidth=20, line_width=79, float_format=plain
-        )
-        return f"{output}{notes}\n{lines}"
+        notes = [f"{output}{describe_unknown(table, columns)}"]
+        if outside := find_outside(table, inputs, columns, metadata):
+            notes.append(f"outside the range of the training rows: {name_rows(outside)}")
+        if why:
+            notes.append(f"no prediction for {name_rows(why)}")
+        shown = rows.head().to_string(index=False, max_cols=6, max_colwidth=20, line_width=79)
+        return "\n".join([*notes, shown])
 
 
 class TablePredictor(TableRows):
@@ -115,9 +98,9 @@ class TableClassifier(TableRows, Classifier):
         return {f"predicted_{name}": answers, f"probability_{name}": probability.numpy()}
 
 
-def name_rows(texts: dict[int, list[str]]) -> str:
-    """Return the first rows, numbered from 1, with the first texts about each."""
-    return shorten([f"row {row + 1} ({shorten(texts[row], 2)})" for row in sorted(texts)])
+def name_rows(texts: dict[int, str]) -> str:
+    """Return the first rows, numbered from 1, with the text about each."""
+    return shorten([f"row {row + 1} ({texts[row]})" for row in sorted(texts)])
 
 
 def describe_unknown(table: pd.DataFrame, columns: Sequence[Column]) -> str:
@@ -133,20 +116,20 @@ def describe_unknown(table: pd.DataFrame, columns: Sequence[Column]) -> str:
 
 def find_outside(
     table: pd.DataFrame, inputs: np.ndarray, columns: Sequence[Column], metadata: dict[str, Any]
-) -> dict[int, list[str]]:
-    """Return the rows with numbers beyond those of the training rows, and a text for each."""
-    found: dict[int, list[str]] = {}
+) -> dict[int, str]:
+    """Return the rows with a number beyond those of the training rows, and a text for each."""
+    found: dict[int, str] = {}
     place = 0
     for column in columns:
         if column.categories is None:
             low, high = metadata["feature_range"][place]
             beyond = np.maximum(low - inputs[:, place], inputs[:, place] - high)
+            limits = [write_number(limit, 6, separator="") for limit in (low, high)]
+            if column.days:
+                limits = [str(np.datetime64(int(limit), "D")) for limit in (low, high)]
             for row in table.index[beyond > MARGIN * (high - low)]:
-                limits = [write_number(limit, 6, separator="") for limit in (low, high)]
-                if column.days:
-                    limits = [str(np.datetime64(int(limit), "D")) for limit in (low, high)]
                 cell = f"column {column.name!r}: {table[column.name][row]!s:.40}"
-                found.setdefault(row, []).append(f"{cell}, not {' to '.join(limits)}")
+                found.setdefault(row, f"{cell}, not {' to '.join(limits)}")
         place += len(column.feature_names())
     return found
 

@@ -9,7 +9,6 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -49,7 +48,6 @@ from trainkit.tables.columns import (
     encode,
     find_kind,
     learn_column,
-    list_counts,
     read_cells,
 )
 from trainkit.text import count, nfc, shorten
@@ -200,16 +198,18 @@ def read_used_rows(config: TableConfig) -> UsedRows:
     parts = read_parts(str(config.data), where, **options)
     whole = parts["train"]
     if not target:
-        raise UsageError(
-            f"{where}: choose the column to predict with --target: "
-            f"{shorten([*map(typed, whole)], MAX_SHOWN)}"
-        )
+        known = shorten([*map(typed, whole)], MAX_SHOWN)
+        raise UsageError(f"{where}: choose the column to predict with --target: {known}")
     choose_columns(whole, [*config.categorical, *target], where)
-    names = [*(config.features or whole), *target]
-    is_labelled = partial(_is_labelled, names=target)
+
+    def is_labelled(table: pd.DataFrame) -> bool:
+        cells = table.reindex(columns=target)
+        return bool((cells.notna() & ~cells.isin(MISSING)).all(axis=1).any())
+
     evaluated, lines = choose_evaluated_table(
         parts, config.eval_data, is_labelled, "row", named, **options
     )
+    names = [*(config.features or whole), *target]
     tables = [choose_columns(whole, names, where)]
     if evaluated is not None:
         tables.append(choose_columns(evaluated, names, evaluated.attrs["where"]))
@@ -219,40 +219,21 @@ def read_used_rows(config: TableConfig) -> UsedRows:
         plan["data"] += f" ({whole.attrs['part']})"
     table = pd.concat(tables, ignore_index=True)
     if config.missing_values:
-        table, emptied = empty_cells(table, config.missing_values)
-        cells = [f"{count(number, 'cell')} of {name}" for name, number in emptied.items()]
-        shown = shorten(cells, MAX_SHOWN) or "none found"
-        plan["missing"] = f"{', '.join(config.missing_values)}: {shown}"
+        num_present = int(table.notna().to_numpy().sum())
+        table = empty_cells(table, config.missing_values)
+        emptied = count(num_present - int(table.notna().to_numpy().sum()), "cell")
+        plan["missing"] = f"{', '.join(config.missing_values)}: {emptied}"
     marks = [",", "."] if whole.attrs.get("separator") == ";" else [".", ","]
     marks = [config.decimal] if config.decimal else marks
     targets = find_targets(table, config, marks)
-    lacking = np.any([_lacks(table[column.name], column) for column in targets], axis=0)
+    lacking = find_lacking(table, targets)
     if lacking.any():
-        words = table.loc[lacking, target[0]].astype(object).fillna("").map(str).value_counts()
-        dropped = f"{count(int(lacking.sum()), 'row')} dropped: no target"
-        plan["data"] += f", {dropped}{list_counts(words.to_dict())}"
+        words = shorten(["no target", *map(repr, table.loc[lacking, target[0]].dropna().unique())])
+        plan["data"] += f", {count(int(lacking.sum()), 'row')} dropped: {words}"
     has_target = np.flatnonzero(~lacking)
     given = None if evaluated is None else torch.from_numpy(has_target >= len(tables[0]))
     used = table.iloc[has_target].reset_index(drop=True)
-    for column in targets:
-        check_target(used, column, config)
     return UsedRows(used, targets, numbers[has_target], given, marks, plan | lines)
-
-
-def _is_labelled(table: pd.DataFrame, names: list[str]) -> bool:
-    """Return whether a row has all of these targets."""
-    if not {*names} <= {*table}:
-        return False
-    cells = table[names]
-    return bool((cells.notna() & ~cells.isin(MISSING)).all(axis=1).any())
-
-
-def _lacks(values: pd.Series, column: Column) -> np.ndarray:
-    """Return which cells hold no number, or none of the classes."""
-    cells = read_cells(values, column)
-    if column.categories is None:
-        return np.isnan(cells)
-    return ~pd.Series(cells).isin(column.categories).to_numpy()
 
 
 def find_targets(table: pd.DataFrame, config: TableConfig, marks: Sequence[str]) -> list[Column]:
@@ -260,38 +241,39 @@ def find_targets(table: pd.DataFrame, config: TableConfig, marks: Sequence[str])
 
     It is classes if it holds texts or just two different values, or is named in --categorical.
     """
-    names = config.target or []
-    columns = [find_kind(table[name], config.categorical, marks) for name in names]
+    columns = [find_kind(table[name], config.categorical, marks) for name in config.target or []]
     column = columns[0]
-    cells = read_cells(table[column.name], column)
-    present = table[column.name][~pd.isna(cells)]
-    if len(names) == 1 and len({*cells[present.index]}) == 2 and not column.days:
-        column.categories = []
-    texts = [column.name for column in columns if column.categories is not None]
-    if not texts:
+    cells = pd.Series(read_cells(table[column.name], column), table.index).dropna()
+    for other in columns:
+        if other.categories is None and table[other.name].nunique() < 2:
+            raise UsageError(f"{config.where}: the target {other.name!r} is the same in all rows")
+        if other.categories is not None and len(columns) > 1:
+            raise UsageError(
+                f"{config.where}: column {other.name!r} holds texts, and several targets must be "
+                "numbers: choose one column of classes"
+            )
+    if column.categories is None and (len(columns) > 1 or column.days or cells.nunique() != 2):
         return columns
-    if len(names) > 1:
+    classes = sorted({*read_cells(table.loc[cells.index, column.name], Column("", []))})
+    if not 2 <= len(classes) <= max(2, len(cells) // 2):
         raise UsageError(
-            f"{config.where}: --target {typed(*names)}: column {texts[0]!r} holds texts, and "
-            "several targets must be numbers: choose one column of classes"
+            f"{config.where}: column {column.name!r} has {count(len(classes), 'different text')} "
+            f"in {count(len(cells), 'row')}, which are neither classes nor numbers: choose another "
+            "--target"
         )
-    classes = sorted({*read_cells(present, Column(column.name, []))})
     numbers = pd.to_numeric(pd.Series(classes, dtype=object), errors="coerce")
     if numbers.notna().all():
         classes = [classes[n] for n in numbers.argsort()]
     return [Column(column.name, classes)]
 
 
-def check_target(table: pd.DataFrame, column: Column, config: TableConfig) -> None:
-    """Raise UsageError for a target that is no number, and whose values are no classes either."""
-    number, rows = len(column.categories or ()), len(table)
-    if column.categories is not None and (number < 2 or number > max(2, rows // 2)):
-        raise UsageError(
-            f"{config.where}: column {column.name!r} has {count(number, 'different text')} in "
-            f"{count(rows, 'row')}, which are neither classes nor numbers: choose another --target"
-        )
-    if column.categories is None and table[column.name].nunique() < 2:
-        raise UsageError(f"{config.where}: the target {column.name!r} is the same in all rows")
+def find_lacking(table: pd.DataFrame, targets: Sequence[Column]) -> np.ndarray:
+    """Return which rows lack a target."""
+    lacking = np.zeros(len(table), bool)
+    for column in targets:
+        cells = pd.Series(read_cells(table[column.name], column))
+        lacking |= (~cells.isin(column.categories) if column.categories else cells.isna()).values
+    return lacking
 
 
 def split_and_learn(
@@ -311,7 +293,7 @@ def split_and_learn(
     else:
         train, test = (torch.nonzero(given == side).flatten() for side in (False, True))
     learned = learn_columns(rows, train.numpy(), config)
-    hashes, must_repeat = hash_rows(table, targets, learned)
+    hashes, must_repeat = hash_rows(rows, learned)
     equal = torch.arange(num_rows) if must_repeat else hashes
     if given is None and len(test):
         parts = [side.sort().values for side in splits.keep_equal_on_one_side(train, test, equal)]
@@ -343,18 +325,16 @@ def learn_columns(rows: UsedRows, train: np.ndarray, config: TableConfig) -> dic
     return learned
 
 
-def hash_rows(
-    table: pd.DataFrame, targets: list[Column], learned: dict[str, Column]
-) -> tuple[torch.Tensor, bool]:
+def hash_rows(rows: UsedRows, learned: dict[str, Column]) -> tuple[torch.Tensor, bool]:
     """Return a hash of what is used of each row, and whether some rows must be equal.
 
     They must if the columns allow fewer distinct rows than there are: equal ones are no copies.
     """
-    used = [column for column in (*learned.values(), *targets) if not column.problem]
-    cells = pd.DataFrame({column.name: read_cells(table[column.name], column) for column in used})
+    used = [column for column in (*learned.values(), *rows.targets) if not column.problem]
+    cells = pd.DataFrame({c.name: read_cells(rows.table[c.name], c) for c in used})
     num_possible = math.prod(max(1, number) for number in cells.nunique())
     hashes = pd.util.hash_pandas_object(cells, index=False).to_numpy().view(np.int64)
-    return torch.from_numpy(hashes.copy()), num_possible <= len(table)
+    return torch.from_numpy(hashes.copy()), num_possible <= len(cells)
 
 
 def number_classes(table: pd.DataFrame, column: Column) -> torch.Tensor:
@@ -367,7 +347,7 @@ def describe_columns(learned: dict[str, Column], targets: list[Column]) -> dict[
     """Return the metadata of the columns that are used, and the names of the others."""
     columns = [column for column in learned.values() if not column.problem]
     return {
-        "columns": [column.saved() for column in columns],
+        "columns": [*map(vars, columns)],
         "left_out": [name for name, column in learned.items() if column.problem],
         "features": [name for column in columns for name in column.feature_names()],
         "targets": [column.name for column in targets],
@@ -422,22 +402,19 @@ def say_next(config: Any) -> dict[str, str]:
 def describe_use(learned: dict[str, Column], rows: UsedRows) -> dict[str, str]:
     """Return the lines of the plan that say how the columns are used."""
     numbers = [column for column in rows.targets if column.categories is None]
-    special = [
-        f"{column.name} ({column})"
-        for column in (*learned.values(), *numbers)
-        if str(column) != "number"
-    ]
+    told = [(column.name, str(column)) for column in (*learned.values(), *numbers)]
+    special = [f"{name} ({kind})" for name, kind in told if kind != "number"]
     columns = [column for column in learned.values() if not column.problem]
     num_features = sum(len(column.feature_names()) for column in columns)
     plan = {"features": f"{num_features}, from {count(len(columns), 'column')}"}
     plan["columns"] = shorten(special, MAX_SHOWN) or "numbers"
-    asked: dict[str, str] = {}
+    asked: dict[str, int] = {}
     for column in (*columns, *numbers):
         if column.categories is None and not column.days:
             for code, number in ask_missing(read_cells(rows.table[column.name], column)).items():
-                asked.setdefault(f"{code} in {count(number, 'row')} of {column.name}", str(code))
+                asked[f"{code} in {count(number, 'row')} of {column.name}"] = code
     if asked:
-        codes = typed(*dict.fromkeys(asked.values()))
+        codes = typed(*dict.fromkeys(map(str, asked.values())))
         cells = shorten([*asked], MAX_SHOWN)
         plan["asked"] = f"is {cells} a missing value? Then add --missing-values={codes}"
     return plan
