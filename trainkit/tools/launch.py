@@ -12,8 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from types import FrameType
 
 import psutil
@@ -25,25 +23,9 @@ HEARD: set[int] = set()  # the signals that were passed on
 
 def listen() -> None:
     """Pass on each signal that comes; torchelastic puts handlers of its own in place of most."""
-    woken, waker = os.pipe()
-    os.set_blocking(waker, False)
-    signal.set_wakeup_fd(waker)
-    threading.Thread(target=stand_in, args=(woken,), daemon=True).start()
     for number in SIGNALS:
         if not by_nohup(number):
             signal.signal(number, pass_on)
-
-
-def stand_in(woken: int) -> None:
-    """Pass on the signals that the main thread does not: it waits for other machines.
-
-    It waits in C++, where Python calls no handler, for as long as a rendezvous may take.
-    """
-    while True:
-        (number,) = os.read(woken, 1)
-        time.sleep(1)
-        if number not in HEARD and signal.getsignal(number) is pass_on:
-            pass_on(number, None)
 
 
 def pass_on(number: int, frame: FrameType | None) -> None:
@@ -80,20 +62,13 @@ def main() -> int:
     if code >= 0:
         return code
     name = signal.Signals(-code).name  # such a process, ended in its imports say, printed nothing
-    if -code in HEARD:
-        print(
-            f"error: process {rank} was ended by {name}, which was sent to its launcher; the "
-            "checkpoints are intact: start the same command with --resume auto",
-            file=sys.stderr,
-        )
-        return EXIT_STOPPED
     why = ", probably because the memory is full" if name == "SIGKILL" else ""
     print(
-        f"error: process {rank} was ended by {name}{why}; the checkpoints are intact: "
-        "remove the cause, then start the same command with --resume auto",
+        f"error: process {rank} was ended by {name}{why}; the checkpoints are intact: remove the "
+        "cause, if it was not you, then start the same command with --resume auto",
         file=sys.stderr,
     )
-    return code
+    return EXIT_STOPPED if -code in HEARD else code
 
 
 if __name__ == "__main__":

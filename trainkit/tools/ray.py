@@ -14,9 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils.other import get_free_port
 from ray import train
@@ -34,21 +32,6 @@ parser.add_argument("script", nargs="...")
 args = parser.parse_args()
 
 
-def follow(run_dir: Path, process: subprocess.Popen) -> Iterator[dict[str, Any]]:
-    """Yield each evaluation of a run, the earlier ones first, until this process has ended.
-
-    An evaluation that is repeated after a resume is yielded once. Raises UsageError.
-    """
-    num = 0
-    is_over = False
-    while not is_over:
-        time.sleep(2)  # each turn reads the whole file, which grows
-        is_over = process.poll() is not None
-        evaluations = read_evaluations(run_dir)
-        yield from evaluations[num:]
-        num = max(num, len(evaluations))
-
-
 def work() -> int:
     """Run one process of the script and report its evaluations to Ray.
 
@@ -63,9 +46,15 @@ def work() -> int:
     del env["ACCELERATE_TORCH_DEVICE"]  # a run uses LOCAL_RANK instead
     command = [sys.executable, *args.script, "--run-dir", args.run_dir, "--resume=auto"]
     script = subprocess.Popen(command, env=env, cwd=folder)
+    num, is_over = 0, False
     with tempfile.TemporaryDirectory() as empty:  # Ray keeps no metrics without a checkpoint
-        for metrics in follow(args.run_dir, script):
-            train.report(metrics, train.Checkpoint(empty))
+        while not is_over:
+            time.sleep(2)  # each turn reads the whole file, which grows
+            is_over = script.poll() is not None
+            evaluations = read_evaluations(args.run_dir)
+            for metrics in evaluations[num:]:
+                train.report(metrics, train.Checkpoint(empty))
+            num = max(num, len(evaluations))  # one that a resume repeats is reported once
     # The exit code of rank 0, for which all wait: it may still save when the others have ended.
     code = broadcast_from_rank_zero(script.returncode)
     if code not in (0, 2, 3):
