@@ -24,6 +24,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
+from trainkit.errors import UsageError
+from trainkit.store.rehearsals import mark_of_rehearsal
+from trainkit.text import count
 from trainkit.tools.rehearse.causes import judge, told
 from trainkit.tools.rehearse.outcome import Outcome
 from trainkit.tools.rehearse.pages import REMARKS, RESUMED
@@ -45,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     reader.add_argument("flags", metavar="FLAGS", nargs="...")
     args = reader.parse_args(argv)
     if not Path(args.script).is_file():
-        from trainkit.errors import UsageError
-
         raise UsageError(f"SCRIPT {args.script} is not a file: give the path of a training script")
     with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as folder:
         stage = Stage(args.script, args.flags, Path(folder), args.epochs, args.limit)
@@ -61,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def rehearse(stage: Stage, only: str) -> bool:
     """Run all worlds, and print a line for each as soon as it is known; are the promises kept?"""
-    from trainkit.errors import UsageError
-    from trainkit.text import count
-
     first = stage.run(FIRST)
     if first.problem:
         raise UsageError(f"{stage.script} does not run: {first.problem}")
@@ -105,8 +103,6 @@ def rehearse(stage: Stage, only: str) -> bool:
 
 def leave_mark(script: Path) -> None:
     """Let the plan of a run say no more that the script was not rehearsed."""
-    from trainkit.store.rehearsals import mark_of_rehearsal
-
     with suppress(OSError):  # a home folder that is read-only, or none
         mark = mark_of_rehearsal(script)
         mark.parent.mkdir(parents=True, exist_ok=True)
@@ -116,8 +112,6 @@ def leave_mark(script: Path) -> None:
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; the worlds share the cores
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder is removed
-    from trainkit.errors import UsageError
-
     try:
         code = main()
     except UsageError as error:

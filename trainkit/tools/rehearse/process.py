@@ -1,5 +1,6 @@
 """Be one process of a rehearsal: run the script as it stands, shortened, in a folder of its own."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -41,8 +42,9 @@ class Role:
 
 
 def be(role: Role) -> None:
-    """Run the script to its end in this process, which does nothing else and then exits."""
-    die_with_parent()
+    """Do what `python SCRIPT FLAGS` does; a main(argv) that nothing has called is called."""
+    if sys.platform == "linux":  # so that nothing is left if the rehearsal itself is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     names = [role.folder / f"{name}-{role.rank}" for name in ("stdout", "stderr")]
     outputs = [os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in names]
     for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
@@ -54,25 +56,13 @@ def be(role: Role) -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = str(role.folder)
     sys.dont_write_bytecode = True
     multiprocessing.set_start_method(None, force=True)  # loader workers start as in a run
-    run_as_main(role.script, role.flags, watching.Watch(role))
-
-
-def die_with_parent() -> None:
-    """So that nothing is left if the rehearsal itself is killed. Only Linux has it."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def run_as_main(script: str, flags: list[str], watch: watching.Watch) -> None:
-    """Do what `python SCRIPT FLAGS` does; a main(argv) that nothing has called is called."""
-    path = Path(script).resolve()
+    watch = watching.Watch(role)
+    path = Path(role.script).resolve()
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
     sys.modules["__main__"] = module
-    sys.argv = [script, *flags]
+    sys.argv = [role.script, *role.flags]
     sys.path.insert(0, str(path.parent))
     exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
     if watch.run is None and callable(main := getattr(module, "main", None)):
-        startup.run(partial(main, flags))
+        startup.run(partial(main, role.flags))

@@ -17,12 +17,7 @@ MOST = 2000  # rows of each set are remembered
 
 
 class SeenSamples:
-    """Remembers the first batch of each set, and the rows of those of the first epoch.
-
-    Attributes:
-        first: the indices and the entries of the first batch of a set.
-        rows: texts of the rows of its batches.
-    """
+    """Remembers of each set the indices and entries of the first batch, and rows as texts."""
 
     def __init__(self) -> None:
         self.first: dict[WholeBatches, tuple[torch.Tensor, dict[str, str]]] = {}

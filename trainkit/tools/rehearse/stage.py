@@ -1,6 +1,5 @@
 """Starts the processes of worlds, several worlds at once, and ends them all."""
 
-import ast
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
@@ -9,17 +8,13 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from trainkit.tools.rehearse.outcome import Outcome, why_not
 from trainkit.tools.rehearse.worlds import ENV, SETTINGS, World
 
-# A launch of the shell that starts the rehearsal is not that of the worlds.
-NOT_SET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE_SECONDS = 3.0  # for the other processes, once one has failed
 PROCESS = "trainkit.tools.rehearse.process"
 
@@ -53,11 +48,9 @@ class Stage:
             if world.resumed_after:
                 copy_as_killed(first.folder / "run", folder / "run", world.resumed_after)
         started_at = time.monotonic()
-        with meeting(world.num_processes) as joined:
-            processes = [
-                self._process(outcome, joined, rank) for rank in range(world.num_processes)
-            ]
-            codes = self._wait(processes, limit)
+        store = open_store() if world.num_processes > 1 else None
+        ranks = range(world.num_processes)
+        codes = self._wait([self._process(outcome, rank, store) for rank in ranks], limit)
         outcome.seconds = time.monotonic() - started_at
         if any(code not in (0, 3) for code in codes):  # 3: a target of the script, after few steps
             outcome.problem, outcome.is_refusal = why_not(folder, codes, self.script, limit)
@@ -65,11 +58,21 @@ class Stage:
             outcome.problem = "it ended without run.finish()"
         return outcome
 
-    def _process(self, outcome: Outcome, joined: dict[str, str], rank: int) -> Any:
+    def _process(self, outcome: Outcome, rank: int, store: Any) -> Any:
         from trainkit.tools.rehearse.process import Role, be
 
         world, folder = outcome.world, outcome.folder
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if joined else {}
+        joined = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world.num_processes),
+            "LOCAL_WORLD_SIZE": str(world.num_processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store and store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        # A launch of the shell that starts the rehearsal is not that of the worlds.
+        launch = joined if store else dict.fromkeys(joined)
         role = Role(
             world=world,
             script=self.script,
@@ -77,7 +80,7 @@ class Stage:
             folder=folder,
             rank=rank,
             settings=SETTINGS | {"run_dir": folder / "run"} | world.settings,
-            env={**dict.fromkeys(NOT_SET), **ENV, **world.env, **joined, **ranks},
+            env={**launch, **ENV, **world.env},
             num_epochs=self.epochs,
         )
         return self.context.Process(target=be, args=(role,))
@@ -105,26 +108,11 @@ class Stage:
         self.pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def meeting(num_processes: int) -> Iterator[dict[str, str]]:
-    """Yield the variables by which processes find each other: as torchrun, this one has the store.
-
-    So no port has to be free until the first of them opens it.
-    """
-    if num_processes == 1:
-        yield {}
-        return
+def open_store() -> Any:
+    """Open a port by which processes find each other, as torchrun does: so it stays free."""
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield {
-        "WORLD_SIZE": str(num_processes),
-        "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    del store
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def imports_of(script: str) -> list[str]:
@@ -133,12 +121,8 @@ def imports_of(script: str) -> list[str]:
     Modules beside the script are left to each process, because they may do anything.
     """
     names = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "tqdm.auto"]
-    with suppress(SyntaxError, ValueError):  # the first run says so
-        for node in ast.walk(ast.parse(Path(script).read_bytes())):
-            if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.append(node.module)
+    source = Path(script).read_text(errors="replace")
+    names += re.findall(r"^ *(?:from|import) +(\w[\w.]*)", source, re.MULTILINE)
     specs = {name: importlib.util.find_spec(name.partition(".")[0]) for name in names}
     own = "site-packages", f"{os.sep}trainkit{os.sep}"
     return [n for n, spec in specs.items() if any(p in str(spec and spec.origin) for p in own)]
