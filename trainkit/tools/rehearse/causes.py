@@ -95,12 +95,12 @@ def causes(
         yield from causes_in_resume(first, again, other, "learning_rate" in difference.column)
     elif not is_split:
         yield "", pages.ORDER_OF_CHANCE
+    yield from told(other.noted("facts"), pages.IN_STEP)
     if difference.column.startswith("eval_"):
         yield from told(facts, pages.IN_EVALUATION)
         yield pages.SHARE_MEAN, pages.OWN_MEAN
     yield from causes_in_loss(first, other, difference.step)
-    seen = {"changes_early": other.noted("facts").get("changes_early")}
-    yield from told(facts | seen, pages.IN_LOOP)
+    yield from told(facts, pages.IN_LOOP)
     yield "", pages.SAMPLES_COMPARED if is_split else pages.ON_DEVICE
 
 

@@ -8,7 +8,7 @@ from trainkit.tools.rehearse.outcome import Outcome
 
 # Worlds differ by rounding, up to these parts of the largest value of a column: in the first steps,
 # and later, because training amplifies it.
-FLOOR, NUM_FIRST, FLOOR_LATER = 1e-4, 3, 1e-3
+FLOOR, NUM_FIRST, FLOOR_LATER = 1e-5, 3, 1e-4
 
 
 class Difference(NamedTuple):
@@ -62,6 +62,8 @@ def first_difference(first: Outcome, other: Outcome) -> Difference:
             names = ", ".join(sorted(row.keys() ^ theirs.keys())) or "step"
             return Difference(f"first differs in step {step}: only one has {names}", step)
         floor = FLOOR if step <= NUM_FIRST else FLOOR_LATER
+        if (num_samples := row.get("eval_samples", 0)) >= 1000:
+            floor = max(floor, 1.5 / num_samples)  # one whose two classes are nearly equal
         for name, value in row.items():
             gap = gap_of(value, theirs[name], scale.get(name, 0.0))
             if gap > (0 if is_exact else floor):

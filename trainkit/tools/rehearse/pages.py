@@ -50,6 +50,11 @@ IN_SAMPLES = (
     ("data", "load_data(config) returns other samples in each run: seed what it draws", ""),
     ("weights", "the weights begin otherwise in each run: make them as Run has seeded torch", ""),
 )  # fmt: skip
+IN_STEP = (
+    ("changes_early", "gradients or weights are changed before the last micro-batch of a step is "
+     "there, as clipping, zero_grad() and SAM do: do it `if accelerator.sync_gradients:`",
+     GRADIENTS),
+)  # fmt: skip
 IN_EVALUATION = (
     ("draws_in_evaluation", "the function of run.evaluate(...) or run.predict(...) draws random "
      "numbers: F.dropout(x) is always on, so use nn.Dropout or F.dropout(x, "
@@ -62,9 +67,6 @@ IN_LOOP = (
     ("passes_backward_by", "loss.backward() came past accelerator.backward(loss), which divides by "
      "--accumulate and scales under fp16: call accelerator.backward(loss)", ""),
     ("broadcast", BROADCAST, ""),
-    ("changes_early", "gradients or weights are changed before the last micro-batch of a step is "
-     "there, as clipping, zero_grad() and SAM do: do it `if accelerator.sync_gradients:`",
-     GRADIENTS),
     ("buffers", "the buffer {} changes in the run, by a process's share of a batch: change it by "
      "the whole batch, or keep it as it is", BATCH_NORM),
     ("draws", "the loop draws from {}", ON_DEVICE),
