@@ -48,7 +48,7 @@ class Stage:
             if world.resumed_after:
                 copy_as_killed(first.folder / "run", folder / "run", world.resumed_after)
         started_at = time.monotonic()
-        store = open_store() if world.num_processes > 1 else None
+        store = open_meeting_point() if world.num_processes > 1 else None
         ranks = range(world.num_processes)
         codes = self._wait([self._process(outcome, rank, store) for rank in ranks], limit)
         outcome.seconds = time.monotonic() - started_at
@@ -108,7 +108,7 @@ class Stage:
         self.pool.shutdown(cancel_futures=True)
 
 
-def open_store() -> Any:
+def open_meeting_point() -> Any:
     """Open a port by which processes find each other, as torchrun does: so it stays free."""
     from torch.distributed import TCPStore
 
