@@ -105,9 +105,6 @@ def test_a_signal_at_any_step_to_one_process_saves_that_step_and_loses_nothing(
         assert digests(run_dir) == digests(tmp_path / "whole")
 
 
-DEFAULTS = {"fit": "squash", "decay": 0.0, "seed": 0}
-
-
 def write_trainer(folder, fingerprint, **more):
     progress = {"step": 1, "epoch": 0, "step_in_epoch": 1}
     trainer = {"fingerprint": fingerprint, "progress": progress} | more
@@ -117,12 +114,9 @@ def write_trainer(folder, fingerprint, **more):
 def test_a_flag_that_came_since_the_checkpoint_may_be_off_and_may_not_be_on(tmp_path):
     write_trainer(tmp_path, {"seed": 0, "data": "1"})
     off = {"seed": 0, "data": "1", "decay": 0.0, "missing_values": [], "metadata[fit]": "null"}
-    off["fit"] = "squash"  # by default, and what was done before the flag
-    assert read_same_run(tmp_path, off, 9, DEFAULTS)["progress"].step == 1
-    for changed in ({"decay": 0.1}, {"metadata[fit]": '"crop"'}, {"fit": "crop"}, {"seed": 1}):
+    assert read_same_run(tmp_path, off, 9)["progress"].step == 1
+    for changed in ({"decay": 0.1}, {"metadata[fit]": '"crop"'}, {"seed": 1}):
         with refused(f"belongs to another run: {re.escape(next(iter(changed)))} is"):
-            read_same_run(tmp_path, off | changed, 9, DEFAULTS)
-    with refused("belongs to another run: fit is None there and 'squash' here"):
-        read_same_run(tmp_path, off, 9, DEFAULTS | {"fit": None})
+            read_same_run(tmp_path, off | changed, 9)
     with refused("epochs is None there and 9 here: .* in another --run-dir with --start-from"):
-        read_same_run(tmp_path, off | {"epochs": 9}, 9, DEFAULTS)
+        read_same_run(tmp_path, off | {"epochs": 9}, 9)

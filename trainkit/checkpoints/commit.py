@@ -39,11 +39,7 @@ class Commits:
     """The thread of this process that makes its checkpoints durable, one at a time."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        tracker: JsonlTracker,
-        keep: int,
-        mirror: Mirror | None = None,
+        self, accelerator: Accelerator, tracker: JsonlTracker, keep: int, mirror: Mirror | None
     ):
         self.accelerator = accelerator
         self.tracker = tracker
@@ -59,18 +55,14 @@ class Commits:
     ) -> None:
         """Make `folder` durable in the thread, rename it to `final`, remove older checkpoints.
 
-        Every process must call this, when all have written their files.
-
-        Args:
-            trainer: the content of trainer.json.
-            what: begins the message if this fails.
-            started_at: when the save began, on the clock time.monotonic().
+        Every process must call this, when all have written their files. trainer is the content of
+        trainer.json, `what` begins the message if this fails, started_at is of time.monotonic().
         """
         self.what = what
         rank = self.accelerator.process_index
         text = to_exact_json(trainer, indent=2) + "\n"  # now: the training changes its values
         best = step_name(trainer["progress"]["best_step"])
-        blocked = since(started_at)
+        blocked = time.monotonic() - started_at
 
         def finish_own_files() -> dict[str, Any]:
             if rank == 0:
@@ -93,7 +85,7 @@ class Commits:
             for old in steps_in(final.parent)[: -self.keep]:
                 if old.name != best and not (self.mirror and self.mirror.is_copying(old.name)):
                     remove_tree(old)
-            seconds = {"blocked_seconds": blocked, "save_seconds": since(started_at)}
+            seconds = {"blocked_seconds": blocked, "save_seconds": time.monotonic() - started_at}
             self.tracker.log_timing({"saved": final.name, **seconds})
 
         finishing = self.thread.submit(finish_own_files)
@@ -111,9 +103,8 @@ class Commits:
         jobs = self.jobs
         self.jobs = []
         try:
+            # The second job of the main process waits for what the first of each has written.
             for job in jobs:
-                # A slow disk is no lost process. The second job of the main process waits for what
-                # the first of each has written, so one that failed is told before.
                 wait_together(self.accelerator, [job])
                 with failing_together(self.accelerator, self.what, RunFailure):
                     job.result()
@@ -135,8 +126,3 @@ class Commits:
         self.thread.shutdown()
         for problem in filter(None, [job.exception() for job in self.jobs][-1:]):
             print(f"{self.what}: {first_sentence(problem)}", flush=True)
-
-
-def since(started_at: float) -> float:
-    """Seconds since a reading of time.monotonic()."""
-    return round(time.monotonic() - started_at, 6)

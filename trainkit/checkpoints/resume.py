@@ -4,7 +4,7 @@ The world of a run (its processes, device and versions) may differ, but then rou
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,17 +181,11 @@ def fingerprint_run(
     return fingerprint
 
 
-def read_same_run(
-    path: Path, now: dict[str, Any], last_step: int, defaults: Mapping[str, Any]
-) -> dict[str, Any]:
+def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, Any]:
     """Return trainer.json of the checkpoint at `path`, with its "progress" as a Progress.
 
     Raises UsageError if it does not belong to the run with the fingerprint `now`, or is from after
     the last step of this run.
-
-    Args:
-        defaults: of the flags, by name. A flag that has come since the checkpoint was saved is by
-            default what was done before it: a checkpoint without it belongs to a run that has that.
     """
     with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
         trainer = from_exact_json((path / "trainer.json").read_text())
@@ -200,7 +194,7 @@ def read_same_run(
     # Files come first: the name of a missing file says more than a hash of all files.
     for name in sorted(now | before, key=lambda name: not name.startswith("/")):
         values = before.get(name), now.get(name)
-        came_since = name not in before and now[name] in (*NOT_IN_USE, defaults.get(name))
+        came_since = name not in before and now[name] in NOT_IN_USE
         if values[0] == values[1] or came_since:
             continue
         remedy = "resume with what it had, or start anew without --resume"

@@ -1,21 +1,14 @@
 """Save checkpoints that are either complete and durable or absent, and resume from them exactly.
 
     checkpoints/step-0000000468/    gets this name only once it is complete and on the disk
-        state/                      the files of parts.py
+        state/                      the files of parts.py, and what was registered
         trainer.json                position of the run, running sums, size of the log
         MANIFEST.json               size and hash of every file
 
 save() calls accelerator.save_state and resume() calls accelerator.load_state, or for a sharded run
-what parts.py has instead. This module adds three things to them: the files become durable while the
-training continues (commit.py); their hashes are compared before any file is read; and two hooks
-save what Accelerate does not know, and refuse missing and extra files. Three things that load_state
-restores are not used:
-
-* Random states. load_state restores them, or skips them without a message. Nothing depends on them
-  (trainkit/numbers/loaders.py says what is used instead). numpy does not check the position in a
-  saved state, which could be forged, so the generators are seeded again afterwards.
-* accelerator.step, the count of micro-batches. It is 0 between two optimizer steps.
-* The kernels ("fused", "foreach") in a saved parameter group. This run's YAML chooses them.
+what parts.py has instead. Three things that load_state restores are not used: random states, on
+which nothing depends; the count of micro-batches, which is 0 between two steps; and the kernels
+("fused", "foreach") of a parameter group, which this run's YAML chooses.
 """
 
 import copy
@@ -23,11 +16,12 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch.serialization import safe_globals
 from torch.utils.serialization import config as serialization
@@ -87,7 +81,6 @@ class Checkpoints:
         self.means = means
         self.contents = contents
         self.fingerprint = json.loads(to_json(fingerprint, default=str))
-        self.defaults = {field.name: field.default for field in fields(config)}
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
         self.time_limit = config.time_limit
         self.has_mirror = config.mirror is not None
@@ -107,10 +100,9 @@ class Checkpoints:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
 
         This returns when the files are written. A thread makes them durable and gives the
-        checkpoint its name; the next save waits for that, and so does commits.wait(). Raises
-        RunFailure on all processes if any of them fails, or if the previous save did, and
-        RuntimeError if run.state does not survive a round trip through JSON. Older checkpoints are
-        not touched.
+        checkpoint its name, for which the next save waits. Raises RunFailure on all processes if
+        any of them fails, or if the previous save did, and RuntimeError if run.state does not
+        survive a round trip through JSON. Older checkpoints are not touched.
         """
         check_json("run.state", progress.state)
         if progress.step == self.saved_step:
@@ -132,8 +124,7 @@ class Checkpoints:
                 (temporary / "state").mkdir()
                 if self.mirror:
                     self.mirror.take(temporary, has_best=progress.best_step > 0)
-        # torch.save would compute a CRC-32 of each tensor, a quarter of the CPU time of a save (see
-        # benchmarks/RECORDS.md). The manifest has a hash of each file instead.
+        # A CRC-32 of each tensor is a quarter of the CPU time, and the manifest has hashes.
         without_crc = serialization.patch({"save.compute_crc32": False})
         with failing_together(accelerator, what, RunFailure), without_crc:
             try:
@@ -153,7 +144,7 @@ class Checkpoints:
         return {
             "progress": asdict(progress),
             "sums": self.means.state(),
-            "log": self.tracker.state(),
+            "rows": self.tracker.num_rows,
             "fingerprint": self.fingerprint,
             "world": world_facts(self.accelerator),
             "sources": self.sources,
@@ -199,20 +190,13 @@ class Checkpoints:
     def resume(self, wanted: str | None, last_step: int = sys.maxsize) -> Progress:
         """Load the checkpoint that --resume names, and return the position of the run.
 
-        None starts a new run. "auto" loads the newest complete checkpoint, or starts a new run if
-        there is no checkpoint. "latest" loads the newest complete checkpoint, or fails. A path
-        loads exactly that checkpoint, or fails. Every process must call this. Raises UsageError on
-        all of them, before any weight changes, if no checkpoint is complete, or if the checkpoint
-        belongs to another run or is from after the last step of this run.
+        None starts a new run; "auto" does so if there is no checkpoint, "latest" and a path fail.
+        Every process must call this. Raises UsageError on all of them, before any weight changes,
+        if no checkpoint is complete, or if it belongs to another run or is from after the last
+        step of this run.
         """
         accelerator = self.accelerator
-        main = self.accelerator.is_main_process
-        check = partial(
-            read_same_run,
-            now=self.fingerprint,
-            last_step=last_step,
-            defaults=self.defaults,
-        )
+        check = partial(read_same_run, now=self.fingerprint, last_step=last_step)
         path, trainer, said = choose(accelerator, self.directory, self.mirror, wanted, check)
         progress = trainer.get("progress", Progress())
         with failing_together(accelerator, f"{path} cannot be loaded"):
@@ -223,13 +207,13 @@ class Checkpoints:
                 if progress.metrics_step != progress.step:
                     self.loaded = path, trainer, copy.deepcopy(progress.state)
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
-            if main:
+            if accelerator.is_main_process:
                 # The run continues from this checkpoint. Rows are truncated only after later
                 # checkpoints are renamed: if this is killed halfway, "auto" can still resume.
                 said += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
                 said += compare_sources(trainer.get("sources", {}), self.sources)
                 said += abandon_later(self.directory, progress.step, path)
-                said += self.tracker.truncate(trainer.get("log"))
+                self.tracker.truncate(trainer["rows"] if path else 0)
                 sync(self.directory.parent)
         self._with_mirror(lambda mirror: mirror.go_on(path, progress.best_step))
         print(*said, sep="\n", end="\n" * bool(said), flush=True)

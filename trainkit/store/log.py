@@ -19,7 +19,6 @@ from accelerate.tracking import (
     WandBTracker,
     on_main_process,
 )
-from xxhash import xxh3_128
 
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
@@ -50,9 +49,7 @@ class JsonlTracker(GeneralTracker):
 
     def __init__(self, run_dir: Path):
         self.write_into(run_dir)
-        # Of the rows as they were written, whatever becomes of the file. Main process only.
-        self.hash = xxh3_128()
-        self.num_rows = 0
+        self.num_rows = 0  # that this run has written, on the main process
         super().__init__()
 
     def write_into(self, run_dir: Path) -> None:
@@ -63,10 +60,8 @@ class JsonlTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Append one row of metrics.jsonl."""
-        row = (to_json({"step": step, **values}) + "\n").encode()
         with open(self.path, "ab") as file:
-            file.write(row)
-        self.hash.update(row)
+            file.write((to_json({"step": step, **values}) + "\n").encode())
         self.num_rows += 1
 
     @on_main_process
@@ -75,39 +70,26 @@ class JsonlTracker(GeneralTracker):
         with open(self.timing_path, "a") as file:
             file.write(to_json(values) + "\n")
 
-    def state(self) -> dict[str, Any]:
-        """The number and the hash of the rows so far, as they were written. Main process only."""
-        return {"rows": self.num_rows, "hash": self.hash.hexdigest()}
-
     def sync(self) -> None:
         """Make the rows durable. Main process only."""
         with open(self.path, "ab") as file:
             os.fsync(file.fileno())
 
-    def truncate(self, written: dict[str, Any] | None) -> list[str]:
-        """Remove every row that was written after state() was this; None: all. Main process only.
+    def truncate(self, num_rows: int) -> None:
+        """Remove the rows after this many. Main process only.
 
-        Returns a sentence if the rows before are not as they were written: they are kept as they
-        are now. Raises UsageError if some of them are missing.
+        Raises UsageError if there are fewer.
         """
         content = self.path.read_bytes() if self.path.exists() else b""
-        num_rows = written["rows"] if written else 0
-        rows = content.splitlines(keepends=True)[:num_rows]
-        if len(rows) < num_rows or not all(row.endswith(b"\n") for row in rows):
+        rows = [row for row in content.splitlines(keepends=True) if row.endswith(b"\n")]
+        if len(rows) < num_rows:
             raise UsageError(
                 f"{self.path} has {len(rows)} rows but the checkpoint expects {num_rows}: "
                 "restore what was removed, or start without --resume"
             )
-        kept = b"".join(rows)
         with open(self.path, "ab") as file:
-            file.truncate(len(kept))
-        self.hash = xxh3_128(kept)
+            file.truncate(sum(map(len, rows[:num_rows])))
         self.num_rows = num_rows
-        if not written or self.hash.hexdigest() == written["hash"]:
-            return []
-        return [
-            f"{self.path} was changed after this run wrote it: its rows are kept as they are now"
-        ]
 
 
 class Tracker(GeneralTracker):
@@ -133,9 +115,7 @@ def make_trackers(
 ) -> list[GeneralTracker]:
     """The trackers for Accelerator(log_with=...): metrics.jsonl and the one that --tracker names.
 
-    A dry run has no tracker.
-
-    Raises UsageError if a package is missing.
+    Raises UsageError if its package is missing. A dry run has only the first.
     """
     name, run_dir = config.tracker, config.run_dir
     if name is None or config.dry_run:

@@ -13,7 +13,7 @@ from trainkit.store.atomic import sync
 
 # A hash in a manifest finds damage. It cannot find forgery, because whoever changes a file can
 # change the manifest too; that is why nothing in a checkpoint can execute.
-FORMAT = 8  # a resume reads this one alone
+FORMAT = 9  # a resume reads this one alone
 STEP_NAME = re.compile(r"step-\d{10}")
 # The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(
