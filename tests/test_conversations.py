@@ -28,8 +28,7 @@ THINKS_LAST = AS_VALUES.replace(
     "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
 )
 DATED = "{{ strftime_now('%d %b %Y') }}" + AS_VALUES
-DATED_LATER = "{% set day = 'on %Y-%m-%d' %}{% macro a() %}{{ strftime_now(day) }}{% endmacro %}"
-DATED_LATER += "{{ a() }}" + AS_VALUES
+DATED_LATER = "{% set day = 'on %Y-%m-%d' %}{{ strftime_now(day) }}" + AS_VALUES
 ALTERNATES = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}"
@@ -74,10 +73,13 @@ def make(base, tmp_path):
             tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
                 single=single, special_tokens=marks
             )
+        transformers.AutoConfig.from_pretrained(base).save_pretrained(tmp_path / "base")
+        tokenizer.save_pretrained(tmp_path / "base")
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, *rows, *rows]))
-        config = parse(finetune.Config, ["--data", str(path), *flags.split()])
-        return conversations.make_chat_sets(config, tokenizer, 200, config.system, prompts)
+        data = ["--base", str(tmp_path / "base"), "--data", str(path)]
+        config = parse(finetune.Config, [*data, *flags.split()])
+        return conversations.load_chats(config, config.system, prompts)
 
     return call
 
@@ -106,7 +108,6 @@ CALLING = {"from": "gpt", "value": None, "tool_calls": json.dumps([CALL])}
         ({"instruction": "say", "input": "it", "output": "ok"}, ONCE.replace("say", r"say\n\nit")),
         ({"instruction": "", "input": "say", "output": "ok"}, ONCE),
         ({"text": "say ok", "meta": 1}, "say[[ ok<end>]]"),
-        ({"text": "say<end>"}, "say[[<end>]]"),
         (chat(user("say"), says("ok"), user("say"), says("ok")), TWICE),
         (chat(user("say"), says("ok", weight=0), user("say"), says("ok")), "ok<end>" + ONCE),
         (chat(user("say"), says("ok<end>\n")), ONCE),
@@ -115,10 +116,6 @@ CALLING = {"from": "gpt", "value": None, "tool_calls": json.dumps([CALL])}
         (chat(user("say"), says("", tool_calls=[IN_JSON])), CALLED),
         (chat(user("say"), says(None, function_call=IN_JSON["function"])), CALLED),
         (chat(says("ok"), user("say"), says("ok")), r"^<user>assistant\n[[ok<end>]]" + ONCE),
-        (
-            chat(says("", tool_calls=[CALL]), user("say"), says("ok")),
-            r'^<user>assistant\n[[run{"cmd": "ls"}<end>]]' + ONCE,
-        ),
         (PAIR | {"system": [{"type": "text", "text": "be"}]}, "^" + KIND + ONCE),
         (chat(says("a", "developer"), *PAIR["prompt"], says("ok"), system="be"), r"a<end>" + ONCE),
         ({"conversations": [HUMAN, GPT], "system": "be"}, "^" + KIND + ONCE),
@@ -127,10 +124,7 @@ CALLING = {"from": "gpt", "value": None, "tool_calls": json.dumps([CALL])}
             {"conversations": [HUMAN, CALLING, {"from": "observation", "value": "5"}, GPT]},
             CALLED + r"<user>tool\n5<end><user>assistant\n[[ok<end>]]",
         ),
-        *(
-            (chat({"from": "Human", "value": "say"}, {"role": role, "content": "ok"}), ONCE)
-            for role in ("model", "Assistant")
-        ),
+        (chat({"from": "Human", "value": "say"}, says("ok", "Model")), ONCE),
     ],
     ids=str,
 )
@@ -157,18 +151,19 @@ def refuse(row, said, template=AS_VALUES):
             {"conversations": [CALLING | {"from": "function_call"}]}, "the role 'function_call'"
         ),
         refuse(chat(user("say"), says("ok", "narrator")), "the role 'narrator': rename it to user"),
-        refuse(chat(user("say"), {"speaker": "bot", "text": "ok"}), "rename them to role and cont"),
+        refuse(
+            chat(user("say"), {"speaker": "bot", "text": "ok"}), "of speaker, text has the role"
+        ),
         refuse(chat(user("say"), says("ok", weight=0.5)), "the weight 0.5: only 0 and 1"),
-        refuse(chat(user("say"), says("ok", loss_weight=0.5)), "the loss_weight 0.5: only 0 and 1"),
         refuse(chat(user([{"type": "image_url"}]), says("ok")), "a turn holds image_url"),
         refuse(PAIR | {"system": 5}, "has no text"),
         refuse(PAIR | {"label": False}, "its label is false"),
         refuse(PAIR | {"images": ["a"]}, "has images, and only texts"),
         refuse(PAIR | {"chosen": "ok"}, "it has chosen: examples/preference.py"),
         refuse(PAIR | {"split": "validation"}, "the split 'validation', .* as --eval-data"),
-        refuse({"prompt": "say"}, "has no columns of a known format, but prompt"),
-        refuse({"prompt": "say", "completion": None}, "has no text"),
-        refuse([1], "has no columns of a known"),
+        refuse({"prompt": "say"}, "its columns are prompt: rename them to messages"),
+        refuse({"prompt": "say", "completion": None}, "it has no text and no turns, but None"),
+        refuse([1], "its columns are none"),
         refuse({"conversations": [CALLING | {"tool_calls": "{"}]}, "calls of tools are not JSON"),
         refuse(
             chat(says("", tool_calls=[{"function": {"name": "run", "arguments": "ls -la"}}])),
@@ -184,14 +179,6 @@ def refuse(row, said, template=AS_VALUES):
             "can only concatenate str",
             CHATML.replace("CALL", "t.function.name + t.function.arguments"),
         ),
-        *(
-            refuse(
-                {"prompt": "<user>user\nsay<end><user>assistant\n", "completion": said},
-                "its prompt is already written in the chat template",
-                template,
-            )
-            for said, template in (("ok<end>", AS_VALUES), ("ok", THINKS))
-        ),
         refuse(chat(*PAIR["prompt"] * 2, says("ok")), "no chat template", None),
         refuse(chat(*PAIR["prompt"] * 2, says("ok")), "must alternate", ALTERNATES),
     ],
@@ -202,34 +189,17 @@ def test_a_row_that_cannot_be_learned_is_named_with_its_line(make, template, row
 
 
 @pytest.mark.parametrize(
-    "rows, flags, said",
-    [
-        (
-            [chat(user("say"), says("ok", weight=0))],
-            "",
-            "nothing is learned of 3 of 3 rows: .* not",
-        ),
-        (
-            [chat(user("say"))],
-            "",
-            "nothing is learned of 3 of 3 rows: they have no turn of an assi",
-        ),
-        (
-            [PAIR | {"prompt": LONG}],
-            "--max-tokens 64",
-            "none of the samples to train on has an answer, or a token of one .* 64: .* larger",
-        ),
-    ],
+    "row", [chat(user("say"), says("ok", weight=0)), chat(user("say")), PAIR | {"prompt": LONG}]
 )
-def test_rows_of_which_nothing_is_learned_are_refused(make, rows, flags, said):
-    with refused(said):
-        make(*rows, flags=flags)
+def test_rows_of_which_nothing_is_learned_are_refused(make, row):
+    with refused("none of the samples to train on has a learned token within --max-tokens 64: "):
+        make(row, flags="--max-tokens 64")
 
 
 @pytest.mark.parametrize(
     "template, row, said",
     [
-        (AS_VALUES, PAIR, {"end": "<end> after an answer, learned in 3 of 3"}),
+        (AS_VALUES, PAIR, {"end": "<end> after an answer"}),
         (ALTERNATES, PAIR, {"end": "no token ends an answer"}),
         (None, {"prompt": "say", "answer": "ok"}, {"first": r"^say\[\[ok<end>]]$"}),
         (
@@ -244,20 +214,19 @@ def test_rows_of_which_nothing_is_learned_are_refused(make, rows, flags, said):
             chat(user("say"), says("ok", reasoning_content="so")),
             {"first": r"\[\[sook<end>]]"},
         ),
-        (AS_VALUES, chat(user(""), says(" ")), {"empty": "3 of 3 rows"}),
         (
             AS_VALUES,
             chat(user("say"), says("ok", thinking="so"), id=7),
             {"not read": "id, thinkin"},
         ),
         (AS_VALUES, PAIR | {"split": "train", "tools": [], "note": ""}, {"not read": "^split$"}),
-        (THINKS, PAIR, {"asked": "does not write '<think>'.* 3 of 3 rows"}),
+        (THINKS, PAIR, {"asked": "does not write '<think>'"}),
     ],
 )
 def test_the_plan_says_what_is_learned_and_what_is_not(make, template, row, said):
     flags = "--max-tokens 64" if "truncated" in said else ""
     plan = make(row, template=template, flags=flags).plan
-    assert plan.keys() == {"data", "end", "first", "twice", *said}
+    assert plan.keys() == {"data", "end", "first", "next", "twice", *said}
     assert all(re.search(words, plan[name]) for name, words in said.items())
 
 
@@ -271,10 +240,10 @@ def test_a_template_that_changes_earlier_turns_makes_a_sample_of_each_answer(mak
 
 def test_a_part_of_the_samples_is_truncated_or_dropped_and_counted(make):
     short = chat(user("say"), says("ok"))
-    rows = short, chat(user(LONG), says("ok")), chat(*[user("say"), says("ok")] * 5000), chat()
+    rows = short, chat(user(LONG), says("ok")), chat(*[user("say"), says("ok")] * 1000), chat()
     plan = make(*rows, flags="--max-tokens 64").plan
     assert plan["truncated"] == "6 of 12 samples, to --max-tokens 64"
-    assert plan["dropped"] == "6 of 12 samples, which have no learned token left"
+    assert plan["dropped"] == "6 of 12 samples, which do not have a learned token"
 
 
 @pytest.mark.parametrize(
@@ -324,21 +293,18 @@ def test_the_day_of_a_run_is_kept_from_its_start_before_there_is_a_checkpoint(tm
 @pytest.mark.parametrize(
     "template, message",
     [
-        ("{% for m in messages %}{{ 'x' + m.content[0].text }}{% endfor %}", "cannot write a text"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out"),
-        ("{% for m in messages %}", "cannot write a text, TemplateSyntaxError"),
+        ("{% for m in messages %}", "chat template of --base .* cannot write a text: TemplateSy"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "chat template leaves out .*'say'"),
     ],
 )
-def test_a_template_that_does_not_write_texts_is_named(make, base, template, message):
-    with refused(f"chat template of {base} {message}.*chat_template.jinja"):
+def test_a_template_that_does_not_write_texts_is_named(make, template, message):
+    with refused(message):
         make(PAIR, template=template)
 
 
-def test_an_answer_is_asked_for_as_the_template_asks_and_prompts_may_be_given(make):
-    sets = make(PAIR, template=THINKS)
-    ((name, asked),) = sets.prompts.items()
-    assert name == "answer to 'user sayassistant <think>'"
-    assert sets.tokenizer.decode(asked).endswith("assistant\n<think>")
+def test_an_evaluated_sample_is_answered_or_the_prompts_that_are_given(make):
+    sets = make(PAIR)
+    assert [*sets.prompts] == ["answer to 'user sayassistant'"]
     given = make(PAIR, prompts=["say", "no"], flags="--system be")
     texts = [given.tokenizer.decode(tokens) for tokens in given.prompts.values()]
     assert [*given.prompts] == ["say", "no"] and all(text.startswith("<user>sys") for text in texts)
@@ -396,11 +362,11 @@ def test_rows_are_the_same_from_json_parquet_and_a_saved_set(make, tmp_path):
     data = Dataset.from_list(rows * 3)
     data.save_to_disk(tmp_path / "saved")
     data.to_parquet(tmp_path / "rows.parquet")
-    config, tokenizer = parse(finetune.Config, []), make(*rows).tokenizer
+    make(*rows)  # and the base
     shown = []
     for name in ("rows.jsonl", "saved", "rows.parquet"):
-        config.data = str(tmp_path / name)
-        sets = conversations.make_chat_sets(config, tokenizer)
+        flags = ["--base", str(tmp_path / "base"), "--data", str(tmp_path / name)]
+        sets = conversations.load_chats(parse(finetune.Config, flags))
         shown.append([tokens.tolist() for tokens, _ in sets.train_set])
     assert shown[0] == shown[1] == shown[2]
 

@@ -198,10 +198,10 @@ def chats(monkeypatch):
     def call(data, eval_data=None):
         found = formats.read_chat_rows(str(data), eval_data and str(eval_data))
         read, num_given, plan = found
-        rows, _ = formats.read_conversations(read)
-        hashes = formats.number_equal_turns(row for _, row in rows)
-        sides, twice = conversations.hold_out_tenth(hashes, [True] * len(rows), num_given, "row")
-        prompts = [[rows[n][1].turns[0]["content"] for n in side] for side in sides]
+        rows = [formats.read_chat(row)[1] for _, row in read]
+        hashes = splits.number_equal(row.as_key() for row in rows)
+        sides, twice = conversations.hold_out_tenth(hashes, [True] * len(rows), num_given)
+        prompts = [[rows[n].turns[0]["content"] for n in side] for side in sides]
         return *prompts, plan | twice
 
     return call

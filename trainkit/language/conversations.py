@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,14 +11,14 @@ import torch
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.language.formats import (
+    EMPTY,
+    WEIGHTS,
     Conversation,
-    number_equal_turns,
+    read_chat,
     read_chat_rows,
-    read_conversations,
-    with_system,
 )
 from trainkit.language.packing import Packed
-from trainkit.language.templates import Chat, Encoded, Sample, find_unread, is_learned, show_sample
+from trainkit.language.templates import Chat, Sample, show_sample
 from trainkit.reading import splits
 from trainkit.reading.paths import read_here_or_from_hub
 from trainkit.store.records import read_run_json
@@ -27,13 +27,15 @@ from trainkit.text import first_sentence, shorten
 if TYPE_CHECKING:
     from trainkit.language.pretrained import LanguageConfig
 
+# Keys of a turn that are read although a chat template does not name them.
+KEYS = {"role", "content", "reasoning_content", "tool_calls", *WEIGHTS}
 MAX_QUESTION = 200  # letters that are shown of what an answer is asked for
 
 
 class ChatSets(NamedTuple):
-    """What load_chats returns."""
+    """What load_chats and load_pairs return."""
 
-    train_set: Sequence[Any]  # of Sample, or Packed
+    train_set: Sequence[Any]  # of Sample, Packed or Pair
     eval_set: Sequence[Any]  # sorted by length, so that its batches have little padding
     tokenizer: Any
     end: int | None  # the token that ends an answer
@@ -52,27 +54,32 @@ def load_chats(
     Evaluated is --eval-data, or a test split of --data, or else a tenth of the rows. Samples are
     truncated to --max-tokens, or to what the model takes if that is less; samples with no learned
     token left are dropped and counted. Raises UsageError if one of the sets is left empty, or for a
-    row that read_conversations or the chat template refuses, with its place.
+    row that cannot be read or that the chat template refuses, with its place.
 
     Args:
         system: begins conversations without a system turn, and the prompts.
         prompts: what to answer at an evaluation, instead of what the first evaluated row asks.
         pack: fill rows of --max-tokens with whole samples.
     """
-    tokenizer, limit = read_tokenizer(config.base)
-    with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
-        sets = make_chat_sets(config, tokenizer, limit, system, prompts)
-    plan = sets.plan | {"next": ask_command(config)}
+
+    def read(row: Any) -> tuple[str, list[Conversation]]:
+        name, conversation = read_chat(row)
+        return name, [conversation.with_system(system)]
+
+    chat, sets = make_sets(config, "sample", "a learned token", read, lambda samples: samples[0])
+    tokenizer, plan = sets.tokenizer, sets.plan
+    if sets.train_set:
+        plan["first"] = show_sample(tokenizer, sets.train_set[0])
+    asks = {prompt: chat.ask(prompt, system) for prompt in prompts}
+    if not asks and sets.eval_set:
+        asks = name_prompt(tokenizer, sets.eval_set[0])
+    eval_set = sorted(sets.eval_set, key=lambda sample: len(sample.tokens))
+    sets = sets._replace(eval_set=eval_set, prompts=asks)
     if not pack:
-        return sets._replace(plan=plan)
-    train_set, eval_set = (Packed(samples, config.max_tokens) for samples in sets[:2])
-    plan |= {"packed": train_set.describe()}
-    return sets._replace(train_set=train_set, eval_set=eval_set, plan=plan)
-
-
-def ask_command(config: "LanguageConfig") -> str:
-    """Return the command that asks the finished run."""
-    return f"python -m trainkit.language.ask {shlex.quote(str(config.run_dir))}"
+        return sets
+    train_set, packed_eval = (Packed(samples, config.max_tokens) for samples in sets[:2])
+    plan["packed"] = train_set.describe()
+    return sets._replace(train_set=train_set, eval_set=packed_eval)
 
 
 def read_tokenizer(base: str) -> tuple[Any, int | None]:
@@ -102,63 +109,124 @@ def first_day(config: "LanguageConfig") -> date:
         return date.fromisoformat(str(config.day))
 
 
-def find_limit(max_tokens: int, positions: int | None) -> tuple[int, str]:
-    """Return how many tokens of a sample are kept, and which setting limits them."""
-    size = min(max_tokens, positions or max_tokens)
-    return size, f"--max-tokens {size}" if size == max_tokens else f"the model's {size} positions"
-
-
-def check_left(sets: Sequence[Sequence], num_rows: int, what: str, limit: str) -> None:
-    """Raise UsageError if nothing of these rows is left to train or to evaluate on."""
-    if num_rows > 1 and not all(sets):
-        what = what.format("evaluate" if sets[0] else "train")
-        remedy = "shorten the prompts"
-        if limit.startswith("--max-tokens"):
-            remedy += " or give a larger --max-tokens"
-        raise UsageError(f"none of the {what} within {limit}: {remedy}")
-
-
-def make_chat_sets(
+def make_sets(
     config: "LanguageConfig",
-    tokenizer: Any,
-    limit: int | None = None,
-    system: str | None = None,
-    prompts: Sequence[str] = (),
-) -> ChatSets:
-    """Do what load_chats does, with this tokenizer, for a model that takes so many tokens."""
-    size, limit_name = find_limit(config.max_tokens, limit)
-    read, num_given, read_plan = read_chat_rows(config.data, config.eval_data)
-    rows, columns = read_conversations(read)
-    if system and not tokenizer.chat_template:
-        raise UsageError("--system needs a chat template, and the tokenizer of --base has none")
-    rows = [(where, with_system(row, system)) for where, row in rows]
-    chat = Chat(tokenizer, first_day(config))
-    if not any(row.turns for _, row in rows):
+    noun: str,
+    has: str,
+    read: Callable[[Any], tuple[str, Sequence[Conversation]]],
+    make_item: Callable[[Sequence[Sample]], Any],
+) -> tuple[Chat, ChatSets]:
+    """Return a chat, and the sets of --data, which are not sorted yet and have no prompts.
+
+    Args:
+        noun: what an item is called.
+        has: what each item has; others are dropped.
+        read: returns the columns and the conversations of a row.
+        make_item: makes an item of a sample of each conversation, or None.
+    """
+    tokenizer, positions = read_tokenizer(config.base)
+    size = min(config.max_tokens, positions or config.max_tokens)
+    limit = f"--max-tokens {size}" if size == config.max_tokens else f"the model's {size} positions"
+    rows, num_given, plan = read_chat_rows(config.data, config.eval_data)
+    with as_usage_error(f"the chat template of --base {config.base} cannot write a text"):
+        chat = Chat(tokenizer, first_day(config))
+    found = Found([], [], {}, set(), Counter())
+    for where, row in rows:
+        with as_usage_error(f"{where} cannot be learned"):
+            found.add(chat, size, *read(row), make_item)
+    if not found.num["with turns"]:  # all are texts
         chat.end = tokenizer.eos_token_id
-    encoded, lines = _encode_rows(chat, rows, size, limit_name)
-    is_left = [bool(one.samples) for one in encoded]
-    hashes = number_equal_turns(row for _, row in rows)
-    sides, twice = hold_out_tenth(hashes, is_left, num_given, "row")
-    sets = [[sample for n in side for sample in encoded[n].samples] for side in sides]
-    check_left(sets, len(rows), "samples to {} on has an answer, or a token of one", limit_name)
-    plan = {"data": f"{len(rows)} rows of {columns}", "end": _describe_end(chat, sets)}
-    plan |= read_plan | twice | lines
-    plan |= {"first": show_sample(tokenizer, sets[0][0])} if sets[0] else {}
-    asks = {prompt: chat.ask(prompt, system) for prompt in prompts}
-    if not asks and sets[1]:
-        asks |= name_prompt(tokenizer, encoded[sides[1][0]].ask)
-    by_length = sorted(sets[1], key=lambda sample: len(sample.tokens))
-    return ChatSets(sets[0], by_length, tokenizer, chat.end, plan, asks)
+    is_left = [*map(bool, found.items)]
+    sides, twice = hold_out_tenth(splits.number_equal(found.keys), is_left, num_given)
+    sets = [[item for row in side for item in found.items[row]] for side in sides]
+    if len(rows) > 1 and not all(sets):
+        raise UsageError(
+            f"none of the {noun}s to {'evaluate' if sets[0] else 'train'} on has {has} within "
+            f"{limit}: shorten the prompts, give a larger --max-tokens, or rows in which an "
+            "assistant answers"
+        )
+    lines = _describe(chat, found, noun, has, limit) | {"next": ask_command(config)}
+    return chat, ChatSets(sets[0], sets[1], tokenizer, chat.end, plan | twice | lines, {})
 
 
-def name_prompt(tokenizer: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
-    """Return the tokens that ask for an answer, by the end of their text as it is printed."""
+class Found(NamedTuple):
+    """What was found in rows."""
+
+    items: list[list[Any]]  # of each row
+    keys: list[tuple[str, ...]]  # the same for equal rows
+    columns: dict[str, None]
+    unread: set[str]  # columns, and keys of turns, that nothing reads
+    num: Counter[str]  # of items by what became of them
+
+    def add(
+        self,
+        chat: Chat,
+        size: int,
+        columns: str,
+        conversations: Sequence[Conversation],
+        make_item: Callable[[Sequence[Sample]], Any],
+    ) -> None:
+        """Add what is in a row, truncated to so many tokens. Raises what Chat.encode raises."""
+        encoded = [chat.encode(conversation, size) for conversation in conversations]
+        if len(encoded) > 1 and max(map(len, encoded)) > 1:
+            raise ValueError("the chat template changes earlier answers: compare one at a time")
+        self.columns[columns] = None
+        self.keys.append(tuple(conversation.as_key() for conversation in conversations))
+        for conversation in conversations:
+            turns = conversation.turns
+            keys = {key for turn in turns for key in turn if turn[key] not in EMPTY} - KEYS
+            template = chat.tokenizer.chat_template or ""
+            self.unread.update(conversation.unread, (key for key in keys if key not in template))
+            self.num["with turns"] += bool(turns)
+        together = [*zip(*encoded, strict=False)]
+        left = ([Sample(*(part[:size] for part in one)) for one in both] for both in together)
+        made = [make_item(both) for both in left if all(one.learned.any() for one in both)]
+        self.items.append([item for item in made if item is not None])
+        is_long = (any(len(tokens) > size for tokens, _ in both) for both in together)
+        self.num["truncated"] += sum(is_long)
+        self.num["all"] += max(1, len(together))
+        self.num["dropped"] += max(1, len(together)) - len(self.items[-1])
+
+
+def _describe(chat: Chat, found: Found, noun: str, has: str, limit: str) -> dict[str, str]:
+    """Return lines of the plan about the rows and their chat template."""
+    lines = {
+        "data": f"{len(found.keys)} rows of {'; '.join(found.columns)}",
+        "end": "no token ends an answer: the model does not learn where to stop",
+    }
+    if chat.end is not None:
+        lines["end"] = f"{chat.tokenizer.convert_ids_to_tokens(chat.end)} after an answer"
+    share = f"of {found.num['all']} {noun}s"
+    if num := found.num["truncated"]:
+        lines["truncated"] = f"{num} {share}, to {limit}"
+    if num := found.num["dropped"]:
+        lines["dropped"] = f"{num} {share}, which do not have {has}"
+    if chat.unwritten:
+        lines["asked"] = (
+            f"the template does not write {chat.unwritten!r}, with which it asks for an answer, "
+            "before all answers: the model will be prompted with text that it never saw"
+        )
+    if found.unread:
+        lines["not read"] = shorten(sorted(found.unread), 10)
+    if chat.day:
+        lines["date"] = f"{chat.day}, which the template writes, also in a resume on another day"
+    return lines
+
+
+def ask_command(config: "LanguageConfig") -> str:
+    """Return the command that asks the finished run."""
+    return f"python -m trainkit.language.ask {shlex.quote(str(config.run_dir))}"
+
+
+def name_prompt(tokenizer: Any, sample: Sample) -> dict[str, list[int]]:
+    """Return the tokens before the first answer of a sample, by the end of their text."""
+    tokens = sample.tokens[: int(sample.learned.nonzero()[0])].tolist()
     text = " ".join(tokenizer.decode(tokens, skip_special_tokens=True).split())
-    return {f"answer to {text[-MAX_QUESTION:]!r}": [*tokens]}
+    return {f"answer to {text[-MAX_QUESTION:]!r}": tokens}
 
 
 def hold_out_tenth(
-    hashes: torch.Tensor, is_left: Sequence[bool], num_given: int, noun: str
+    hashes: torch.Tensor, is_left: Sequence[bool], num_given: int
 ) -> tuple[list[list[int]], dict[str, str]]:
     """Return which rows are trained on and which are evaluated, in their order, and a plan line.
 
@@ -174,87 +242,8 @@ def hold_out_tenth(
         if not len(parts[1]):
             parts = splits.hold_out(len(rows), number=number)
         sides = [rows[part.sort().values] for part in parts]
-    lines = splits.describe_equal(hashes[sides[0]], hashes[sides[1]], noun)
+    lines = splits.describe_equal(hashes[sides[0]], hashes[sides[1]], "row")
     return [side.tolist() for side in sides], lines
-
-
-def _encode_rows(
-    chat: Chat, rows: Sequence[tuple[str, Conversation]], size: int, limit_name: str
-) -> tuple[list[Encoded], dict[str, str]]:
-    """Return what is left of each row, which may be no sample, and lines of the plan."""
-    left: list[Encoded] = []
-    notes = Notes()
-    for where, row in rows:
-        with as_usage_error(f"{where} cannot be tokenized"):
-            encoded = chat.encode(row, size)
-        notes.add(chat, [row], [encoded])
-        notes.counts["unlearned"] += row.text is None and not any(map(is_learned, row.turns))
-        kept = [Sample(tokens[:size], learned[:size]) for tokens, learned in encoded.samples]
-        kept = [sample for sample in kept if sample.learned.any()]
-        notes.counts["truncated"] += sum(len(tokens) > size for tokens, _ in encoded.samples)
-        notes.counts["dropped"] += max(1, len(encoded.samples)) - len(kept)
-        left.append(encoded._replace(samples=kept))
-    if notes.counts["unlearned"] and not any(encoded.samples for encoded in left):
-        raise UsageError(
-            f"nothing is learned of {notes.counts['unlearned']} of {len(rows)} rows: they have no "
-            "turn of an assistant whose weight is not 0"
-        )
-    num_samples = sum(len(encoded.samples) for encoded in left) + notes.counts["dropped"]
-    lines = {}
-    if num_truncated := notes.counts["truncated"]:
-        lines["truncated"] = f"{num_truncated} of {num_samples} samples, to {limit_name}"
-    if num_dropped := notes.counts["dropped"]:
-        lines["dropped"] = (
-            f"{num_dropped} of {num_samples} samples, which have no learned token left"
-        )
-    return left, lines | notes.describe(chat, len(rows))
-
-
-class Notes:
-    """What is worth a line of the plan."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.unwritten = ""  # the first of Encoded.unwritten
-        self.unread: set[str] = set()  # columns, and keys of turns
-
-    def add(self, chat: Chat, row: Sequence[Conversation], encoded: Sequence[Encoded]) -> None:
-        """Count what is said of the conversations of a row, and keep names that change nothing."""
-        turns = (turn for one in row for turn in one.turns if is_learned(turn))
-        is_empty = (not turn["content"].strip() and not turn.get("tool_calls") for turn in turns)
-        self.counts["empty"] += any(is_empty)
-        unwritten = next((one.unwritten for one in encoded if one.unwritten), "")
-        self.counts["unwritten"] += bool(unwritten)
-        self.unwritten = self.unwritten or unwritten
-        for one in row:
-            self.unread.update(one.unread, find_unread(one.turns, chat.tokenizer.chat_template))
-
-    def describe(self, chat: Chat, num_rows: int) -> dict[str, str]:
-        """Return lines of the plan about rows and their chat template."""
-        lines = {}
-        if num_empty := self.counts["empty"]:
-            lines["empty"] = f"{num_empty} of {num_rows} rows have an answer without text"
-        if self.unwritten:
-            lines["asked"] = (
-                f"the template does not write {self.unwritten!r}, with which it asks for an answer,"
-                f" before the answers of {self.counts['unwritten']} of {num_rows} rows: the model "
-                "will be prompted with text that it never saw"
-            )
-        if self.unread:
-            lines["not read"] = shorten(sorted(self.unread), 10)
-        if chat.day:
-            lines["date"] = (
-                f"{chat.day}, which the chat template writes, also in a resume on another day"
-            )
-        return lines
-
-
-def _describe_end(chat: Chat, sets: Iterable[Sequence[Sample]]) -> str:
-    if chat.end is None:
-        return "no token ends an answer: the model does not learn where to stop"
-    ends = [chat.end in tokens[learned].tolist() for samples in sets for tokens, learned in samples]
-    name = chat.tokenizer.convert_ids_to_tokens(chat.end)
-    return f"{name} after an answer, learned in {sum(ends)} of {len(ends)} samples"
 
 
 def answer(model: Any, tokenizer: Any, prompt: list[int], most: int = 50) -> str:

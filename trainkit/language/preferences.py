@@ -11,32 +11,19 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trainkit.checkpoints.content import text_of
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.errors import UsageError
 from trainkit.hashes import digest
-from trainkit.language.conversations import (
-    Notes,
-    ask_command,
-    check_left,
-    find_limit,
-    first_day,
-    hold_out_tenth,
-    name_prompt,
-    read_tokenizer,
-)
+from trainkit.language.conversations import ChatSets, make_sets, name_prompt
 from trainkit.language.formats import (
     OPENING,
     PROMPTS,
     Conversation,
     as_turns,
     comparable,
-    naming_row,
-    number_equal_turns,
-    read_chat_rows,
     read_conversation,
 )
 from trainkit.language.losses import places_of
-from trainkit.language.templates import Chat, Encoded, Sample, num_equal, show_sample
-from trainkit.reading import splits
+from trainkit.language.templates import Sample, num_equal, show_sample
 from trainkit.reading.kept import compute_once
 
 if TYPE_CHECKING:
@@ -67,62 +54,37 @@ class PairBatch(NamedTuple):
     reference: torch.Tensor | None  # (n, 2): log-probabilities by the base
 
 
-class Pairs(NamedTuple):
-    """What load_pairs returns."""
-
-    train_set: list[Pair]
-    eval_set: list[Pair]  # sorted by length, so that its batches have little padding
-    tokenizer: Any
-    end: int | None  # the token that ends an answer
-    plan: dict[str, str]  # lines to print
-
-
-def load_pairs(config: "LanguageConfig") -> Pairs:
-    """Make a training set and an evaluation set of --data, and describe both.
+def load_pairs(config: "LanguageConfig") -> ChatSets:
+    """Make a training set and an evaluation set of --data, lists of Pair, and describe both.
 
     Evaluated is --eval-data, or a test split of --data, or else a tenth of the rows. Conversations
     are truncated to --max-tokens, or to what the model takes if that is less. Pairs of which one
     answer is truncated to nothing, or both are equal, are dropped and counted. Raises UsageError if
     a set is left empty, or for a row that cannot be read, and says where it is.
     """
-    tokenizer, limit = read_tokenizer(config.base)
-    with as_usage_error(f"--data {config.data} cannot be used with --base {config.base}"):
-        pairs = make_pairs(config, tokenizer, limit)
-    return pairs._replace(plan=pairs.plan | {"next": ask_command(config)})
+
+    def make_pair(samples: Sequence[Sample]) -> Pair | None:
+        chosen, rejected = samples
+        return None if torch.equal(chosen.tokens, rejected.tokens) else Pair(chosen, rejected)
+
+    _, pairs = make_sets(config, "pair", "two different answers", read_pair, make_pair)
+    if pairs.train_set:
+        for side, sample in zip(("chosen", "rejected"), pairs.train_set[0][:2], strict=True):
+            pairs.plan[side] = show_sample(pairs.tokenizer, sample)
+    return pairs._replace(eval_set=sorted(pairs.eval_set, key=lambda pair: pair.length))
 
 
-def make_pairs(config: "LanguageConfig", tokenizer: Any, limit: int | None = None) -> Pairs:
-    """Do what load_pairs does, with this tokenizer, for a model that takes so many tokens."""
-    size, limit_name = find_limit(config.max_tokens, limit)
-    chat = Chat(tokenizer, first_day(config))
-    notes = Notes()
-    read, num_given, read_plan = read_chat_rows(config.data, config.eval_data)
-    rows = []
-    for where, row in read:
-        with naming_row(where, "chosen and rejected, as lists of turns, or as texts and a prompt"):
-            rows.append((where, read_pair(row)))
-    pairs = [_encode_pair(chat, where, both, size, notes) for where, both in rows]
-    equal = [number_equal_turns(both[side] for _, both in rows).tolist() for side in (0, 1)]
-    hashes = splits.number_equal(zip(*equal, strict=True))
-    is_left = [pair is not None for pair in pairs]
-    sides, twice = hold_out_tenth(hashes, is_left, num_given, "pair")
-    read_sides = ([pairs[n] for n in side] for side in sides)
-    sets = [[pair for pair in side if pair is not None] for side in read_sides]
-    check_left(sets, len(rows), "pairs to {} on has two different answers", limit_name)
-    plan = _describe_pairs(chat, notes, len(rows), limit_name, sets[0]) | read_plan | twice
-    return Pairs(sets[0], sorted(sets[1], key=lambda pair: pair.length), tokenizer, chat.end, plan)
-
-
-def read_pair(row: Any) -> tuple[Conversation, Conversation]:
-    """Return the chosen and the rejected conversation of a row, which begin with one prompt.
+def read_pair(row: Any) -> tuple[str, tuple[Conversation, Conversation]]:
+    """Return what is read, the chosen and the rejected conversation: they begin with one prompt.
 
     The row has chosen and rejected, as texts, turns or lists of turns, and the prompt in a column
-    of its own, at the start of both lists, or both. Raises UsageError if they have different
-    prompts, TypeError, KeyError, AttributeError or ValueError for rows without these columns.
+    of its own, at the start of both lists, or both. Raises ValueError for others.
     """
-    column = next((name for name in PROMPTS if row.get(name)), "")
+    if not isinstance(row, dict) or not {"chosen", "rejected"} <= {*row}:
+        raise ValueError("it has no chosen and rejected")
+    column = next((name for name in (*PROMPTS, "conversations") if row.get(name)), "")
     if not column and isinstance(row["chosen"], str):
-        raise TypeError
+        raise ValueError("it has no chosen and rejected as lists of turns, or a prompt beside them")
     prompt = []
     if as_turns(row["chosen"], "assistant")[0]["role"] in OPENING:  # a whole conversation
         prompt = as_turns(row[column], "user")[-1:] if column else []
@@ -133,50 +95,10 @@ def read_pair(row: Any) -> tuple[Conversation, Conversation]:
     num = max(0, min(num, len(chosen.turns) - 1, len(rejected.turns) - 1))
     has_prompt = not prompt or comparable(prompt)[0] in comparable(chosen.turns[:num])
     if not has_prompt or any(x.turns[num]["role"] in OPENING for x in (chosen, rejected)):
-        raise UsageError("chosen and rejected have different prompts: give both the same one")
+        raise ValueError("chosen and rejected have different prompts: give both the same one")
     turns = chosen.turns[:num] + rejected.turns[num:]
-    return chosen._replace(num_prompt=num), rejected._replace(num_prompt=num, turns=turns)
-
-
-def _encode_pair(
-    chat: Chat, where: str, both: Sequence[Conversation], size: int, notes: Notes
-) -> Pair | None:
-    """Return the tokens of both; None if they are equal, or no token of an answer is left."""
-    with as_usage_error(f"{where} cannot be tokenized"):
-        encoded = [chat.encode(conversation, size) for conversation in both]
-        samples = [_only_sample(one) for one in encoded]
-    notes.add(chat, both, encoded)
-    notes.counts["truncated"] += any(len(tokens) > size for tokens, _ in samples)
-    pair = Pair(*(Sample(tokens[:size], learned[:size]) for tokens, learned in samples))
-    if not pair.chosen.learned.any() or not pair.rejected.learned.any():
-        notes.counts["lost answer"] += 1
-        return None
-    if torch.equal(pair.chosen.tokens, pair.rejected.tokens):
-        notes.counts["equal"] += 1
-        return None
-    return pair
-
-
-def _describe_pairs(
-    chat: Chat, notes: Notes, num_rows: int, limit_name: str, pairs: Sequence[Pair]
-) -> dict[str, str]:
-    """Return the lines of the plan about these pairs, with the first of them."""
-    tokenizer = chat.tokenizer
-    counts = notes.counts
-    end = "no token" if chat.end is None else tokenizer.convert_ids_to_tokens(chat.end)
-    plan = {"data": f"{num_rows} rows of chosen and rejected", "end": f"{end} after an answer"}
-    if counts["truncated"]:
-        plan["truncated"] = f"{counts['truncated']} of {num_rows} pairs, to {limit_name}"
-    if counts["lost answer"] or counts["equal"]:
-        plan["dropped"] = (
-            f"{counts['lost answer']} of {num_rows} pairs, of which an answer has no token left, "
-            f"and {counts['equal']} whose answers are equal"
-        )
-    plan |= notes.describe(chat, num_rows)
-    if pairs:
-        plan["chosen"] = show_sample(tokenizer, pairs[0].chosen)
-        plan["rejected"] = show_sample(tokenizer, pairs[0].rejected)
-    return plan
+    both = chosen._replace(num_prompt=num), rejected._replace(num_prompt=num, turns=turns)
+    return "chosen and rejected", both
 
 
 def collate_pairs(pairs: list[Pair]) -> PairBatch:
@@ -191,12 +113,11 @@ def collate_pairs(pairs: list[Pair]) -> PairBatch:
     return PairBatch(tokens, learned, places, torch.stack(references) if references else None)
 
 
-def sample_prompts(pairs: Pairs, most: int = 2) -> dict[str, list[int]]:
+def sample_prompts(pairs: ChatSets, most: int = 2) -> dict[str, list[int]]:
     """Return the tokens before the answer of a few evaluated pairs, by what to call them."""
     found: dict[str, list[int]] = {}
     for pair in pairs.eval_set[:most]:
-        first = int(pair.chosen.learned.nonzero()[0])
-        found |= name_prompt(pairs.tokenizer, pair.chosen.tokens[:first].tolist())
+        found |= name_prompt(pairs.tokenizer, pair.chosen)
     return found
 
 
@@ -226,13 +147,6 @@ def warn_of_unlikely(metrics: dict[str, float], beta: float, pairs: Sequence[Pai
             f"{base['chosen']:.4g} and {base['rejected']:.4g}: {remedy}"
         )
     return ""
-
-
-def _only_sample(encoded: Encoded) -> Sample:
-    if len(encoded.samples) > 1:
-        raise ValueError("the chat template changes its earlier answers: compare one at a time")
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return encoded.samples[0] if encoded.samples else Sample(nothing, nothing.bool())
 
 
 def add_reference(
