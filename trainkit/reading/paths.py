@@ -26,9 +26,8 @@ FILE_NAME = re.compile(
 def read_here_or_from_hub(name: str, where: str) -> Iterator[None]:
     """Turn what goes wrong in the body, which reads a path or a Hub id, into a UsageError.
 
-    It says whether there is a file or folder of this name, because a path with a mistake in it is
-    taken for a name on the Hub. One that can be no such name is refused before the body.
-    where: begins the sentence.
+    A name that is not here and can be none on the Hub is refused before the body. where: begins the
+    sentence.
     """
     what = f"{where} cannot be read"
     # Path.exists raises OSError for a name that is too long.

@@ -43,9 +43,9 @@ def describe_recall(run_dir: Path) -> str:
     targets, classes = predictions["target"], metadata["classes"]
     hits = targets[predictions["prediction"] == targets]
     counts, num_hits = (rows.bincount(minlength=len(classes)).tolist() for rows in (targets, hits))
-    imperfect = [label for label, number in enumerate(counts) if num_hits[label] < number]
-    imperfect.sort(key=lambda label: num_hits[label] / counts[label])
-    rows = [f"{classes[label]} {num_hits[label]} of {counts[label]}" for label in imperfect]
+    worst = [label for label, number in enumerate(counts) if num_hits[label] < number]
+    worst.sort(key=lambda label: num_hits[label] / counts[label])
+    rows = [f"{classes[label]} {num_hits[label]} of {counts[label]}" for label in worst]
     text = f"recognised: {len(hits)} of {len(targets)}"
     if rows:
         text += f"; worst: {shorten(rows, NUM_WORST)}"

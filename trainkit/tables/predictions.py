@@ -14,7 +14,7 @@ from trainkit.reading import frames
 from trainkit.reading.predictor import Classifier, Predictor
 from trainkit.store.atomic import write_durably
 from trainkit.tables.columns import Column, empty_cells, encode, read_cells
-from trainkit.text import count, shorten, write_number
+from trainkit.text import count, shorten
 
 # Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers (with a decimal
 # comma or point), or begin with a tab or line break.
@@ -68,7 +68,7 @@ class TableRows(Predictor):
         rows = written.join(predictions)
         write_rows(rows, output)
         notes = [f"{output}{describe_unknown(table, columns)}"]
-        if outside := find_outside(table, inputs, columns, metadata):
+        if outside := find_outside(inputs, metadata):
             notes.append(f"outside the range of the training rows: {name_rows(outside)}")
         if why:
             notes.append(f"no prediction for {name_rows(why)}")
@@ -114,23 +114,15 @@ def describe_unknown(table: pd.DataFrame, columns: Sequence[Column]) -> str:
     return notes
 
 
-def find_outside(
-    table: pd.DataFrame, inputs: np.ndarray, columns: Sequence[Column], metadata: dict[str, Any]
-) -> dict[int, str]:
+def find_outside(inputs: np.ndarray, metadata: dict[str, Any]) -> dict[int, str]:
     """Return the rows with a number beyond those of the training rows, and a text for each."""
+    low, high = np.array(metadata["feature_range"]).T
+    beyond = np.maximum(low - inputs, inputs - high) > MARGIN * (high - low)
     found: dict[int, str] = {}
-    place = 0
-    for column in columns:
-        if column.categories is None:
-            low, high = metadata["feature_range"][place]
-            beyond = np.maximum(low - inputs[:, place], inputs[:, place] - high)
-            limits = [write_number(limit, 6, separator="") for limit in (low, high)]
-            if column.days:
-                limits = [str(np.datetime64(int(limit), "D")) for limit in (low, high)]
-            for row in table.index[beyond > MARGIN * (high - low)]:
-                cell = f"column {column.name!r}: {table[column.name][row]!s:.40}"
-                found.setdefault(row, f"{cell}, not {' to '.join(limits)}")
-        place += len(column.feature_names())
+    for row, n in np.argwhere(beyond).tolist():
+        name = metadata["features"][n]
+        text = f"{name} {inputs[row, n]:.6g}, not {low[n]:.6g} to {high[n]:.6g}"
+        found.setdefault(row, text)
     return found
 
 
