@@ -160,8 +160,7 @@ def write_timm_folder(run: "Run", network: nn.Module, metadata: dict[str, Any]) 
     """Write RUN_DIR/pretrained, which timm.create_model("local-dir:...", pretrained=True) loads.
 
     Also print which classes were recognised least. Every process must call this, before
-    run.finish(), so that no finished run is without the folder. The weights are those of
-    model.safetensors, which has only the last layer of a network that was frozen.
+    run.finish(). model.safetensors has only the last layer of a network that was frozen.
     """
     run_dir = run.config.run_dir
     run.results.write_pretrained(

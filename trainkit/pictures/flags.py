@@ -75,11 +75,11 @@ class PhotoConfig(PictureConfig):
 
     skip_unreadable: bool = False
     """go on without the files that cannot be read"""
-    model: str | None = None
+    model: Annotated[str | None, ReadOnlyIf("base", (None,))] = None
     """a name of timm (default: tf_efficientnet_lite0)"""
     base: MayChange[str | None] = None
     """folder or Hub id of a timm network with its weights, instead of --model"""
-    scratch: bool = False
+    scratch: Annotated[bool, ReadOnlyIf("base", (None,))] = False
     """begin with random weights"""
     freeze: bool = False
     """train the last layer alone"""
@@ -103,8 +103,6 @@ class PhotoConfig(PictureConfig):
     def find_problems(self, num_processes: int) -> list[str]:
         """What is wrong with the values, one phrase each."""
         problems = super().find_problems(num_processes)
-        if self.base and (self.model or self.scratch):
-            problems.append("--base names a network and its weights: leave out --model, --scratch")
         if self.freeze and self.scratch:
             problems.append("--freeze needs a network that was trained: leave out --scratch")
         return problems

@@ -43,12 +43,9 @@ def load_grey(
     options = {"num_held_out": config.validation_split}
     train, held_out, plan = load_labelled(config, read_square, (1, size, size), **options)
     train_set, eval_set = (InMemory(pixels_of(each), each.labels) for each in (train, held_out))
-    pictures = describe_pictures(size, train.forms + held_out.forms)
+    pictures = describe_pictures(size, train.decoded.forms + held_out.decoded.forms)
     metadata = {"classes": train.classes, "pictures": pictures, "reading": train.reading}
     lines = {"data": plan.pop("data"), "pictures": pictures["read_as"]}
-    if train.path == held_out.path:
-        both = len(train.rows) + len(held_out.rows)
-        lines["held out"] = f"{len(held_out.rows)} of {both} training pictures, to evaluate on"
     sizes = set_by_number(config, len(train_set), usual or {}, for_small_set or {})
     next_command = f"python app.py {shlex.quote(str(config.run_dir))}"
     return train_set, eval_set, metadata, lines | plan | sizes | {"next": next_command}
@@ -85,7 +82,7 @@ def load_unlabelled(
 
 def pixels_of(side: Split) -> torch.Tensor:
     """Return the values of all pictures of a side."""
-    return torch.from_numpy(np.load(side.path, mmap_mode="r")[side.rows.numpy()])
+    return torch.from_numpy(np.load(side.decoded.path, mmap_mode="r")[side.rows.numpy()])
 
 
 def describe_pictures(size: int, forms: Counter[str]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from trainkit.hashes import digest
 from trainkit.pictures.files import read_centre
 from trainkit.pictures.flags import PhotoConfig
 from trainkit.pictures.sets import Split, load_labelled
-from trainkit.text import shorten
 
 NUM_SHOWN, SIDE_SHOWN = 100, 96  # evaluation pictures saved for plots and page, and their side
 
@@ -49,7 +48,7 @@ class Photos(Dataset):
 
     def read(self, rows: torch.Tensor) -> np.ndarray:
         """Return rows of the file, which is mapped anew, because mapped pages count as memory."""
-        return np.load(self.split.path, mmap_mode="r")[rows.numpy()]
+        return np.load(self.split.decoded.path, mmap_mode="r")[rows.numpy()]
 
     def pick(self, indices: torch.Tensor) -> Batch:
         """Return the photos of these indices, int64."""
@@ -74,7 +73,7 @@ class Photos(Dataset):
     def fingerprint(self) -> dict[str, Any]:
         """Return what is compared when a run is resumed."""
         rows = digest(self.split.rows.numpy().tobytes() + self.split.labels.numpy().tobytes())
-        return {"pictures": f"{self.split.path.stem}-{rows}"}
+        return {"pictures": f"{self.split.decoded.path.stem}-{rows}"}
 
 
 def load_photos(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
@@ -88,8 +87,6 @@ def load_photos(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
     if config.fit in (None, "pad"):
         options["seen"] = config.size
     train, held_out, plan = load_labelled(config, read_centre, (side, side, 3), **options)
-    if problems := [*dict.fromkeys(train.problems + held_out.problems)]:
-        plan["unreadable"] = f"{len(problems)} left out: {shorten(problems)}"
     return Photos(train), Photos(held_out), plan
 
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -11,12 +10,12 @@ import torch
 from trainkit.errors import UsageError
 from trainkit.pictures import files
 from trainkit.pictures.decoding import Decoded, Read, decode_once
-from trainkit.pictures.flags import Fit, PictureConfig
+from trainkit.pictures.flags import PictureConfig
 from trainkit.pictures.splits import Labelled, find_sets
 from trainkit.reading.recall import describe_classes
 from trainkit.reading.splits import describe_equal, describe_given, split_rows
 from trainkit.repairs.private_names import fingerprint_of
-from trainkit.text import count
+from trainkit.text import count, shorten
 
 NEARLY_BLACK = 64  # of 255: if no deep grey value is brighter, another one must be white
 
@@ -25,25 +24,24 @@ class Split(NamedTuple):
     """The samples of a side.
 
     Attributes:
-        path: the file of the decoded values of all rows.
+        decoded: all rows of its file, also those that are no samples.
         rows: the row of each sample, int64.
         labels: its class, int64.
-        hashes: of its values, int64, equal for equal pictures.
         classes: the names of the classes.
-        forms: how many pictures of all rows are of which size and mode.
-        problems: what is wrong with the rows that were left out.
         reading: what predict.py needs to read pictures as these were read, as JSON: "fit", and
             "greys", the values of black and white of grey pictures of more than 8 bits.
     """
 
-    path: Path
+    decoded: Decoded
     rows: torch.Tensor
     labels: torch.Tensor
-    hashes: torch.Tensor
     classes: list[str]
-    forms: Counter[str]
-    problems: list[str]
     reading: dict[str, Any]
+
+    @property
+    def hashes(self) -> torch.Tensor:
+        """Of the values of each sample, int64, equal for equal pictures."""
+        return self.decoded.hashes[self.rows]
 
 
 def load_labelled(
@@ -68,9 +66,12 @@ def load_labelled(
             f"{where}: all {len(train.rows)} pictures look the same, or are too few to hold some "
             "out"
         )
-    forms = train.forms if train.path == held_out.path else train.forms + held_out.forms
     plan |= describe_classes(train.labels, held_out.labels, train.classes, "picture")
     plan |= describe_equal(train.hashes, held_out.hashes, "picture")
+    sides = {side.decoded.path: side.decoded for side in (train, held_out)}.values()
+    forms = sum((side.forms for side in sides), Counter[str]())
+    if problems := [problem for side in sides for problem in side.problems.values()]:
+        plan["unreadable"] = f"{len(problems)} left out: {shorten(problems)}"
     return train, held_out, describe_reading(forms, train.reading) | plan
 
 
@@ -113,9 +114,13 @@ def load_sets(
         options = {"labels": found.train.labels, "number": num_held_out}
         chosen = [*split_rows(decoded[0].hashes, **options)]
     reading = {"fit": how["fit"], "greys": how.get("greys", {})}
-    make = partial(make_split, classes=found.classes, reading=reading)
-    train = make(sides[0], decoded[0], chosen[0])
-    held_out = make(sides[-1], decoded[-1], chosen[1])
+    splits = []
+    for number, rows in zip((0, -1), chosen, strict=True):
+        unread = torch.tensor([*decoded[number].problems], dtype=torch.int64)
+        read_rows = rows[~torch.isin(rows, unread)]
+        labels = sides[number].labels[read_rows]
+        splits.append(Split(decoded[number], read_rows, labels, found.classes, reading))
+    train, held_out = splits
     given = f"{found.given}: {count(len(held_out.rows), 'picture')}" if found.given else ""
     return train, held_out, {"data": name} | describe_given(given, found.unread)
 
@@ -148,45 +153,17 @@ def cells_of(rows: datasets.Dataset) -> datasets.Dataset:
     return rows.cast_column(image, datasets.Image(decode=False))
 
 
-def make_split(
-    side: Labelled,
-    decoded: Decoded,
-    chosen: torch.Tensor,
-    classes: list[str],
-    reading: dict[str, Any],
-) -> Split:
-    """Return the chosen rows of a side that could be read."""
-    unread = torch.tensor([*decoded.problems], dtype=torch.int64)
-    rows = chosen[~torch.isin(chosen, unread)]
-    samples = rows, side.labels[rows], decoded.hashes[rows]
-    problems = [*decoded.problems.values()]
-    return Split(decoded.path, *samples, classes, decoded.forms, problems, reading)
-
-
 def describe_reading(forms: Counter[str], reading: dict[str, Any]) -> dict[str, str]:
     """Return lines of the plan about how pictures of these forms are read. See Split."""
-    plan = describe_fit(forms, reading["fit"])
-    several = sum(number for form, number in forms.items() if form.endswith(files.SEVERAL))
-    if several:
+    plan = {}
+    other = sum(n for form, n in forms.items() if form.split()[0] != form.split()[2])
+    if other:
+        how = {"pad": "padded", "squash": "squashed", "crop": "cropped"}
+        text = how.get(reading["fit"], f"cropped, or padded beyond {files.LONG} : 1")
+        plan["fit"] = f"{other} of {forms.total()} are not square and {text} (--fit)"
+    if several := sum(number for form, number in forms.items() if form.endswith(files.SEVERAL)):
         plan["several"] = f"{several} of {forms.total()} files hold several: the first is read"
     if any(files.is_deep(form.split()[3]) for form in forms):
         black, white = reading["greys"].get("any", (0, "65535, or 1 of fractions,"))
         plan["greys"] = f"of more than 8 bits: {black} is black, {white} is white (--grey-range)"
     return plan
-
-
-def describe_fit(forms: Counter[str], fit: Fit | None) -> dict[str, str]:
-    """Return a line of the plan if not all pictures are square. See files.fit_square for `fit`."""
-    num_other = 0
-    area_cut = 0.0
-    for form, number in forms.items():
-        short, longer = sorted(int(side) for side in form.split()[:3:2])
-        num_other += number * (longer != short)
-        if fit == "crop" or (fit is None and longer <= files.LONG * short):
-            area_cut += number * (1 - short / longer)
-    if not num_other:
-        return {}
-    how = {"pad": "padded", "squash": "squashed", "crop": "cropped"}
-    text = how.get(fit or "", f"cropped, or padded beyond {files.LONG} : 1")
-    cut = f": {area_cut / forms.total():.1%} is cut off" if area_cut else ""
-    return {"fit": f"{num_other} of {forms.total()} are not square and {text}{cut} (--fit)"}

@@ -60,11 +60,7 @@ class LaneOrder:
     The shuffled row groups form a line, which is split into lanes of equal length. Each lane fills
     its own slots in every batch, so that a process reads only what its slots need. Within a lane
     the rows of about WINDOW row groups are mixed at a time. The end of the line, which does not
-    fill a batch, comes last. With batches of 10 there are 2 lanes. Row groups a to f of 6 rows:
-
-        lane 0    d d d d d d b b b b b b f f f    fills slots 0 to 4 of the 3 full batches
-        lane 1    f f f e e e e e e a a a a a a    fills slots 5 to 9
-        end       c c c c c c                      is the last, short batch
+    fill a batch, comes last.
 
     Args:
         sizes: the number of rows of each row group, int64.
@@ -153,8 +149,6 @@ class ParquetRows(Dataset):
             schema = schema or types
             if types != schema or None in types:
                 held = shorten([f"{column.name} ({column.type})" for column in has], 30)
-                if types != schema:
-                    held += f", the first file {schema}"
                 raise UsageError(
                     f"{shown(path)}: {', '.join(columns)} must be among its columns, once and "
                     f"of one type in all files: it has {held}"
@@ -179,21 +173,8 @@ class ParquetRows(Dataset):
         return tree_map_only(torch.Tensor, torch.clone, [*zip(*columns, strict=True)])
 
     def make_batch(self, indices: torch.Tensor) -> list:
-        """Return what default_collate makes of these samples, without copying each one first.
-
-        Raises LoneFailure for lists of unequal length.
-        """
-        batch = []
-        for name, values in zip(self.columns, self._columns(indices), strict=True):
-            lengths = {len(value) for value in values if getattr(value, "shape", ())}
-            if len(lengths) > 1:
-                raise LoneFailure(
-                    f"{shown(self.pattern)}: {name} has lists of {min(lengths)} and of "
-                    f"{max(lengths)} numbers, and a batch needs one length: truncate or pad them "
-                    "when the files are written, or in a collate_fn of make_loaders"
-                )
-            batch.append(default_collate(values))
-        return batch
+        """Return what default_collate makes of these samples, without copying each one first."""
+        return [*map(default_collate, self._columns(indices))]
 
     def _columns(self, indices: torch.Tensor) -> Iterator[tuple]:
         """Yield these samples' values of each column: mapped tensors, or Python objects."""
