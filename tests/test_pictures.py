@@ -373,13 +373,13 @@ def test_what_is_learned_of_pictures_is_theirs_alone():
 def test_a_folder_of_colour_pictures_without_a_test_split_works_at_the_first_try(
     tmp_path, run_main, capsys, monkeypatch
 ):
-    monkeypatch.setattr(grey, "NUM_SEEN", 144 * 40)
+    monkeypatch.setattr(grey, "NUM_SEEN", 144 * 20)
     colour_folder(tmp_path / "data", 60)
     flags = ["--dataset", tmp_path / "data", "--run-dir", tmp_path / "run", "--save-every", 10**6]
     metrics = run_main("train_mnist", *flags)
     assert metrics["eval_accuracy"] >= 0.85 and metrics["eval_samples"] == 36
     plan = capsys.readouterr().out
-    sizes = "--batch-size 32 --epochs 40 --no-drop-last --max-shift 3 --max-turn 20"
+    sizes = "--batch-size 32 --epochs 20 --no-drop-last --max-shift 3 --max-turn 20"
     assert f"of 144 pictures: {sizes}" in plan
     assert run_main("train_mnist", *flags, "--resume", "latest") == metrics
 

@@ -16,11 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from aiohttp import web
+from conftest import refused
 from fsspec.implementations.http import HTTPFileSystem
 from plain import quick
 from torch.utils.data import default_collate
 
 from benchmarks.rows import serve
+from examples import gpt
+from trainkit.config import parse
 from trainkit.errors import LoneFailure, UsageError
 from trainkit.rows import parquet as rows
 from trainkit.rows.parquet import ParquetRows
@@ -223,21 +226,26 @@ def test_what_cannot_be_read_is_a_sentence(server):
     assert all(map(find_secret, wrong)) and not any(map(find_secret, right))
 
 
-def test_files_called_test_are_evaluated_and_not_trained_on(fork_main, tmp_path):
+def read_tokens(folder, *flags):
+    return gpt.load_data(parse(gpt.Config, ["--data", str(folder), *map(str, flags)]))
+
+
+def test_files_called_test_are_evaluated_and_not_trained_on(tmp_path):
     for name in ("train-0", "train-1", "test-0", "notes"):
         table = pa.table({"tokens": [[len(name), 1, 2]] * 40})
         pq.write_table(table, tmp_path / f"{name}.parquet")
-    flags = ["--no-pictures", "--stop-after-steps", "1"]
-    own = fork_main("examples/gpt.py", "--data", tmp_path, *flags, "--run-dir", tmp_path / "own")
-    assert "test-0.parquet: 40 rows; not read: notes.parquet" in own.stdout
-    assert "also trained on" not in own.stdout
-    flags += ["--eval-data", tmp_path / "train-1.parquet"]
-    named = fork_main("examples/gpt.py", "--data", tmp_path, *flags, "--run-dir", tmp_path / "b")
-    assert "train-1.parquet: 40 rows; not read: notes.parquet, test-0.parquet" in named.stdout
-    assert "train-1.parquet are also trained on" in named.stdout
+    *sets, plan = read_tokens(tmp_path)
+    assert [*map(len, sets)] == [80, 40]
+    folder = f"/{tmp_path.name}"
+    said = f"{folder}/test-0.parquet: 40 rows; not read: {folder}/notes.parquet"
+    assert plan["evaluated on"] == said
+    plan = read_tokens(tmp_path, "--eval-data", tmp_path / "train-1.parquet")[-1]
+    said = f"train-1.parquet: 40 rows; not read: {folder}/notes.parquet, {folder}/test-0.parquet"
+    assert plan["evaluated on"].endswith(said)
+    assert "train-1.parquet are also trained on" in plan["twice"]
 
 
-def test_tokens_without_rows_to_evaluate_on_are_one_sentence(fork_main, tmp_path):
+def test_tokens_without_rows_to_evaluate_on_are_one_sentence(tmp_path):
     pq.write_table(pa.table({"tokens": [[1, 2, 3]] * 40}), tmp_path / "a.parquet")
-    ended = fork_main("examples/gpt.py", "--data", tmp_path, "--run-dir", tmp_path / "run")
-    assert "name the rows to evaluate on with --eval-data" in ended.error(2)
+    with refused("name the rows to evaluate on with --eval-data"):
+        read_tokens(tmp_path)

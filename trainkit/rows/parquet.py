@@ -115,7 +115,7 @@ class ParquetRows(Dataset):
         cache_bytes: roughly how much of the local disk row groups may take at most.
 
     Attributes:
-        unread: the names of files that are in other parts.
+        unread: files that are in other parts, by the names of fingerprint().
 
     Raises UsageError for a password or signature in the pattern, which would be saved with the run,
     if there is no such file, and for files without these columns; LoneFailure for files that cannot
@@ -233,7 +233,8 @@ class ParquetRows(Dataset):
                 f"{shown(self.pattern)}: no file is called {' or '.join(parts)}, such as "
                 f"{parts[0]}-00000.parquet: name the rows to evaluate on with --eval-data"
             )
-        self.unread = [name for part, files in found.items() if part != split for name in files]
+        others = [names[name] for part in found if part != split for name in found[part]]
+        self.unread = [shown(path[self.start :]) for path in others]
         return [names[name] for name in found[split]]
 
     @tried
