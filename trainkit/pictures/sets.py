@@ -102,12 +102,6 @@ def load_sets(
     found = find_sets(name, label, eval_data, bool(num_held_out), same_classes)
     sides = [side for side in (found.train, found.evaluated) if side]
     decoded = decode_sides(sides, read, shape, skip_unreadable, how)
-    if "greys" not in how and 0 <= max(each.brightest for each in decoded) < NEARLY_BLACK:
-        raise UsageError(
-            f"--dataset {name}: its grey pictures of more than 8 bits are nearly black if 65535, "
-            "or 1 of fractions, is white: say which values are black and white, as in --grey-range "
-            "0 4095"
-        )
     if found.evaluated:
         chosen = [torch.arange(len(side.rows)) for side in sides]
     else:
@@ -144,6 +138,12 @@ def decode_sides(
                 "(--skip-unreadable of examples/pictures.py leaves such ones out): "
                 + "; ".join(problems)
             )
+    if "greys" not in how and 0 <= max(each.brightest for each in decoded) < NEARLY_BLACK:
+        raise UsageError(
+            f"{sides[0].where}: its grey pictures of more than 8 bits are nearly black if 65535, "
+            "or 1 of fractions, is white: say which values are black and white, as in --grey-range "
+            "0 4095"
+        )
     return decoded
 
 
