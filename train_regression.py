@@ -86,15 +86,14 @@ def load_data(config: Config) -> tuple:
 
 def validate(run: Run, model: nn.Module, loader: Any, eval_set: Any, metadata: dict) -> tuple:
     """Return metrics, and what predictions.safetensors holds. Every process must call this."""
-    features, targets, rows = eval_set.tensors
+    _, targets, rows = eval_set.tensors
     # Of each sample once, in the order of the set, on every process.
     outputs = run.predict(loader, lambda batch: model(batch[0]).float()).double()
     targets = targets.double()
     metrics = {"eval_loss": LOSSES[run.config.loss](outputs, targets).item()}
     metrics |= measure_numbers(outputs.numpy(), targets.numpy(), metadata["baseline"])
-    predictions = {"index": rows, "feature": features.double(), "prediction": outputs}
-    names = {"targets": metadata["targets"], "feature": metadata["features"][0]}
-    return metrics | {"eval_samples": len(rows)}, predictions | {"target": targets}, names
+    predictions = {"index": rows, "prediction": outputs, "target": targets}
+    return metrics | {"eval_samples": len(rows)}, predictions, {"targets": metadata["targets"]}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """Draw what a run folder holds: curves, confusion, mistakes, fit; and what a network sees."""
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,10 @@ import torch
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from trainkit.errors import UsageError
 from trainkit.plots import curves
-from trainkit.plots.style import COLOURS, as_written, cut, legend_above, new_figure, width_of, wrap
+from trainkit.plots.style import COLOURS, as_written, cut, new_figure
 from trainkit.store.records import PREDICTIONS, load_predictions
-from trainkit.text import count, first_sentence
+from trainkit.text import count
 
 NUM_MISTAKES = 24
 MAX_NAME = 24  # letters of a class beside confusion.png
@@ -55,10 +54,7 @@ def confusion_matrix(
 
 
 def draw_run(run_dir: Path) -> list[Path]:
-    """Draw every plot for which a run folder has the files, and return the paths.
-
-    One that cannot be drawn is named, and the others are drawn all the same.
-    """
+    """Draw every plot for which a run folder has the files, and return the paths."""
     figures: dict[str, Callable[[], Figure]] = {"curves.png": lambda: curves.draw_curves(run_dir)}
     tensors, metadata = load_predictions(run_dir / PREDICTIONS)
     is_usual = {"prediction", "target"} <= tensors.keys()  # else a script has saved others
@@ -68,16 +64,9 @@ def draw_run(run_dir: Path) -> list[Path]:
             figures["mistakes.png"] = lambda: draw_mistakes(tensors, metadata["classes"])
     elif is_usual and tensors["target"].ndim == 2:
         figures["fit.png"] = lambda: draw_fit(tensors, metadata)
-    drawn = []
     for name, draw in figures.items():
-        try:
-            draw().savefig(run_dir / name)
-            drawn.append(run_dir / name)
-        except (UsageError, ImportError):  # of a file that cannot be read, which others need too
-            raise
-        except Exception as problem:  # no memory, no disk, values that no scale holds
-            print(f"{run_dir / name} was not drawn: {first_sentence(problem)}", file=sys.stderr)
-    return drawn
+        draw().savefig(run_dir / name)
+    return [run_dir / name for name in figures]
 
 
 def draw_seen(
@@ -125,7 +114,7 @@ def draw_confusion(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> 
     inches, font = (0.62, 8.0) if num <= 15 else (0.42, 6.2)  # of a cell
     style = as_written()
     classes = [cut(name, MAX_NAME) for name in classes]
-    longest = max(map(width_of, classes))
+    longest = max(map(len, classes))
     side = min(num, MAX_CELLS) * inches + 1.8 + 0.09 * longest
     figure = new_figure(side, side)
     axes = figure.subplots()
@@ -168,7 +157,7 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> F
         predicted, true = (classes[tensors[key][index]] for key in ("prediction", "target"))
         lines = f"predicted {predicted}, {share:.2%}", f"true {true}"
         # A title is not wider than its picture.
-        axes.set_title("\n".join(wrap(line, 23) for line in lines), fontsize=7.5, **style)
+        axes.set_title("\n".join(fill(line, 23) for line in lines), fontsize=7.5, **style)
     all_mistakes = int((tensors["prediction"] != tensors["target"]).sum())
     shown = f"the {len(worst)} most confident of " if len(worst) < all_mistakes else ""
     figure.suptitle(f"{shown}{count(all_mistakes, 'mistake')}", fontsize=11)
@@ -176,16 +165,14 @@ def draw_mistakes(tensors: dict[str, torch.Tensor], classes: Sequence[str]) -> F
 
 
 def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Figure:
-    """Draw predicted against true values, and residuals, per target; for one feature the line."""
+    """Draw predicted against true values, and residuals, for each target."""
     prediction, truth = (tensors[key].numpy() for key in ("prediction", "target"))
     targets = metadata.get("targets") or [f"target {i}" for i in range(truth.shape[1])]
     style = as_written()
-    feature = tensors.get("feature", torch.zeros(0, 0)).numpy()
-    columns = 3 if feature.shape[1] == 1 else 2
-    figure = new_figure(4.3 * columns, 4.2 * len(targets))
-    grid = figure.subplots(len(targets), columns, squeeze=False)
+    figure = new_figure(8.6, 4.2 * len(targets))
+    grid = figure.subplots(len(targets), 2, squeeze=False)
     dots = {"s": 14, "facecolors": "none", "edgecolors": COLOURS[0], "linewidths": 0.8}
-    for (against, residuals, *line), name, predicted, true in zip(
+    for (against, residuals), name, predicted, true in zip(
         grid, targets, prediction.T, truth.T, strict=True
     ):
         against.scatter(true, predicted, **dots)
@@ -199,13 +186,6 @@ def draw_fit(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Figu
         residuals.set_ylabel(f"predicted - true {name}", **style)
         rmse = np.sqrt(np.mean((predicted - true) ** 2))
         residuals.set_title(f"root mean square error {rmse:.4g}")
-        for axes in line:
-            axes.scatter(feature, true, label="true", **dots)
-            order = feature[:, 0].argsort()
-            axes.plot(feature[order], predicted[order], color=COLOURS[1], label="predicted")
-            axes.set_xlabel(metadata.get("feature", "feature"), **style)
-            axes.set_ylabel(name, **style)
-            legend_above(axes, ncols=2)
     for axes in figure.axes:
         axes.locator_params(nbins=4)
     return figure

@@ -1,8 +1,6 @@
 """How the pictures look: figures without a window, colours, and names as they are written."""
 
-import unicodedata
 import warnings
-from textwrap import fill, shorten
 from typing import Any
 
 from matplotlib import font_manager
@@ -45,24 +43,7 @@ def legend_above(axes: Axes, **options: Any) -> None:
     )
 
 
-def width_of(text: str) -> int:
-    """Return how wide a text is drawn, in letters of Latin: those of Chinese count twice."""
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
-
-
 def cut(text: str, most: int) -> str:
-    """Return a text on one line, at most this wide, cut between words if it has any."""
+    """Return a text on one line, of at most so many letters."""
     text = " ".join(text.split())
-    if width_of(text) <= most:
-        return text
-    words = shorten(text, most, placeholder=" ...")
-    if width_of(words) <= most and words != "...":
-        return words
-    while width_of(text) > most - 3:
-        text = text[:-1]
-    return f"{text}..."
-
-
-def wrap(text: str, most: int) -> str:
-    """Return a text in lines that are at most this wide."""
-    return fill(text, most * len(text) // max(1, width_of(text)) or 1)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from matplotlib.ticker import FuncFormatter
 
 from trainkit.pictures import border_of
 from trainkit.plots import figures
-from trainkit.plots.style import COLOURS, as_written, new_figure, wrap
+from trainkit.plots.style import COLOURS, as_written, new_figure
 from trainkit.text import write_number
 
 FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange, blue of style.COLOURS
@@ -93,6 +94,6 @@ def draw_responses(
         written = FuncFormatter(lambda value, _: write_number(value, 6))  # not as 1e6
         axes.yaxis.set_major_formatter(written)
         axes.xaxis.set_major_formatter(written)
-        axes.set_xlabel(wrap(name, 40), **style)
-        axes.set_ylabel(wrap(target, 30), **style)
+        axes.set_xlabel(fill(name, 40), **style)
+        axes.set_ylabel(fill(target, 30), **style)
     return figure
