@@ -371,7 +371,7 @@ finetune | examples.finetune TUNED/pairs.jsonl --checkpointing | 3 | POSITIONS
 finetune --lora | examples.finetune TUNED/pairs.jsonl --lora 4 --accumulate 2 | 6 | POSITIONS
 preference --lora | examples.preference TUNED/preferred.jsonl --lora 4 | 4 | POSITIONS
 """
-NUM_QUICK = 3
+NUM_QUICK = 2
 
 
 @pytest.fixture(scope="session")

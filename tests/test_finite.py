@@ -60,13 +60,10 @@ def test_fp16_may_skip_steps_but_not_for_ever(accelerator):
 
 # A step has two losses, of which the first is minimised, and an evaluation one. So after the
 # evaluation that follows the fifth step the 12th is of the sixth.
-@pytest.mark.parametrize("bad, world", [("nan", 2), ("inf", 1)])
-def test_a_bad_loss_of_the_last_process_stops_all_in_that_step(
-    fork_main, arguments, tmp_path, bad, world
-):
+def test_a_bad_loss_of_the_last_process_stops_all_in_that_step(fork_main, arguments, tmp_path):
     args = [*arguments["train_mnist"], f"--log-every 50 --run-dir {tmp_path}/run"]
-    fault = {"rank": world - 1, "add": [12, bad]}
-    outcome = fork_main("train_mnist", *args, world=world, fault=fault)
+    fault = {"rank": 1, "add": [12, "inf"]}
+    outcome = fork_main("train_mnist", *args, world=2, fault=fault)
     error = outcome.error(1)
-    assert re.search(rf"at step 6, learning rate .*loss {bad}, gradient norm nan", error), error
+    assert re.search(r"at step 6, learning rate .*loss inf, gradient norm nan", error), error
     assert newest(tmp_path / "run") == 4 and not incomplete(tmp_path / "run")

@@ -161,29 +161,9 @@ def one_mean_and_another(s: Script, losses: torch.Tensor) -> torch.Tensor:
     return losses.mean()
 
 
-def step_over_other_boxes(s: Script, batch: Batch):
-    s.run.step.divisors.given["boxes"] = None
-    s.run.step_mean(torch.ones(4), torch.ones(4) > 0)
-
-
-def drop_gradients(s: Script, batch: Batch):
-    s.run.accelerator.gradient_state._set_sync_gradients(True)
-    s.optimizers[0].zero_grad()
-
-
 def save_infinity(s: Script):
     s.one.weight.data.fill_(math.inf)
     s.run.save()
-
-
-def leave_before_the_start(s: Script):
-    with Run(s.config, "test") as run:
-        s.make(run)
-
-
-def prepare_a_loader_of_torch(s: Script):
-    s.run.accelerator.prepare(DataLoader(Numbers()))
-    s.run.begin((s.one, s.two), {})
 
 
 def of(*weights: torch.Tensor) -> dict[str, Any]:
@@ -198,10 +178,6 @@ MISTAKES = {
         lambda s: InMemory(torch.zeros(NUM_SAMPLES, 2)),
         "returned a InMemory: let it return the training set and the evaluation set, in this order",
     ),
-    "make_sets: nothing to train on": (
-        lambda s: ([], [1]),
-        "there are 0 samples to train on and 1 to evaluate on",
-    ),
     "make_sets: a part of a stream": (
         lambda s: (Numbers(), Subset(CountedStream(), range(9))),
         "the evaluation set is a CountedStream, whose samples have no index",
@@ -210,26 +186,14 @@ MISTAKES = {
         lambda s: s.run.steps(DataLoader(Numbers())),
         r"the training loader that make_loaders\(...\) made",
     ),
-    "begin: prepares a loader of torch": (
-        prepare_a_loader_of_torch,
-        r"a loader that make_loaders\(...\) did not make",
-    ),
     # The mean of a step.
     "before_the_loss: a mean of a single number": (
         lambda s, batch: s.run.step_mean(torch.ones((), requires_grad=True)),
         'step_mean.* got a single number for a batch of 4 samples: .*reduction="none"',
     ),
-    "before_the_loss: a mask of another shape": (
-        lambda s, batch: s.run.step_mean(torch.ones(4), mask=torch.ones(4, 2) > 0),
-        r"values of shape \(4,\), with mask= or weights= of shape \(4, 2\) .* same shape, a mask",
-    ),
     "mean: a mask that was not counted": (
         lambda s, losses: s.run.step_mean(losses, mask=losses > -1),
-        "--accumulate 2: .*before the first backward: .*count=function.* or use --accumulate 1",
-    ),
-    "before_the_loss: a mask without its count": (
-        step_over_other_boxes,
-        "over=None: it goes with mask= .* which are 'boxes'",
+        "--accumulate 2: .*count=function.* or use --accumulate 1",
     ),
     "before_the_loss: rows that were padded": (
         lambda s, batch: s.run.step_mean(torch.ones(4, 1 + bool(s.run.step.num_done_in_step))),
@@ -257,17 +221,9 @@ MISTAKES = {
         lambda s: s.optimizers,
         r"scheduler.step\(\) was called 0 times since",
     ),
-    "before_the_loss: drops gradients": (
-        drop_gradients,
-        r"optimizer.zero_grad\(\) before the step drops",
-    ),
     "zero_grad: not at all": (
         lambda s, optimizer: None,
         r"optimizer.zero_grad\(\) was not called since",
-    ),
-    "before_the_loss: a mask for another name": (
-        lambda s, batch: s.run.add(mask={"los": torch.ones(4) > 0}, loss=torch.ones(4)),
-        "mask= for 'los', but",
     ),
     "before_the_loss: compares the samples of a micro batch": (
         lambda s, batch: s.run.gather(torch.ones(4, 1)),
@@ -313,10 +269,6 @@ MISTAKES = {
         lambda s, batch: s.losses_of(batch)[:1],
         "for loss, got 1 rows for a batch of 10 samples",
     ),
-    "end_epoch: predictions that are no tensors": (
-        lambda s, metrics: s.run.end_epoch(metrics, {"seen": ["a"]}),
-        r"run.end_epoch\(...\) got predictions, or metadata, that",
-    ),
     "end_epoch: not at all": (
         lambda s, metrics: None,
         r"the next epoch is .* next is run\.end_epoch",
@@ -332,10 +284,6 @@ MISTAKES = {
     "after_the_epoch: a schedule steps": (
         lambda s: s.schedules[0].scheduler.step(),
         "after run.save.. or run.end_epoch.*, so the checkpoint lacks the change",
-    ),
-    "train: leaves before the start": (
-        leave_before_the_start,
-        "the end of `with Run.* next is accelerator.prepare",
     ),
 }
 

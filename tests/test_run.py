@@ -31,7 +31,7 @@ from torch import nn
 import train_regression
 from trainkit.launch.processes import agree
 from trainkit.numbers.loaders import InMemory
-from trainkit.numbers.means import RunningMeans, sum_and_count, sum_of
+from trainkit.numbers.means import RunningMeans, sum_and_count
 from trainkit.repairs.private_names import named_weights
 from trainkit.repairs.replaced import name_without_compiler
 from trainkit.run.plan import SHIPPED, describe_rehearsal
@@ -100,7 +100,7 @@ def test_what_is_drawn_beside_data_in_memory_or_where_no_batch_is_is_drawn_again
     assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("selection, wrong", [("mask", 3e-3), ("weights", 2e-4), ("weights", 0)])
+@pytest.mark.parametrize("selection, wrong", [("mask", 3e-3), ("weights", 0)])
 def test_a_count_is_that_of_its_mask_exactly_and_of_its_weights_up_to_rounding(
     tmp_path, selection, wrong
 ):
@@ -121,8 +121,8 @@ def test_a_count_is_that_of_its_mask_exactly_and_of_its_weights_up_to_rounding(
     assert len(batches) == (2 if wrong else 22)  # it is refused in the first step
 
 
-@pytest.mark.parametrize("number", [3, 6])
-def test_stop_ends_the_run_whole_and_a_resume_ends_too(tmp_path, number):
+def test_stop_ends_the_run_whole_and_a_resume_ends_too(tmp_path):
+    number = 3
     flags = f"--run-dir {tmp_path} --epochs 5 --save-every 100"
     losses = train(flags, body=lambda run, n: run.stop() if n == number else None)
     assert len(losses) == number
@@ -179,41 +179,29 @@ def test_a_call_out_of_order_is_one_sentence_at_every_stage_and_changes_nothing(
 
 
 OF_A_LEFT_LOOP = r"`continue` and `break` must not .* call run.stop\(\) before run.end_step\(\)"
-# Edits of the small loop that leave run.steps(...) too early, or skip what a batch needs.
-LEFT = {
-    "break in the middle": (r"^( +)losses\.append", r"\1break\n\g<0>"),
-    "break before save": (r"^( +)run.save\(\)", r"\1break"),
-    "stop too late": (r"^( +)run.save\(\)", r"\g<0>\n\1run.stop()"),
-}
-
-
-@pytest.mark.parametrize("place", [*LEFT])
-def test_a_loop_that_was_left_is_told_of_break_and_of_stop(tmp_path, place):
-    with pytest.raises(RuntimeError, match=OF_A_LEFT_LOOP):
-        changed(LEFT[place])(f"--save-every 1 --run-dir {tmp_path}")
 
 
 def test_a_batch_that_continue_skips_or_whose_loss_was_reduced_is_told_so(tmp_path):
     with pytest.raises(RuntimeError, match=r"optimizer.step.* is missing .* --accumulate N"):
         changed((r"part.step\(\)", "pass"))("--run-dir", tmp_path)
-    cut = r"^( +)losses\.append", r"\1continue\n\g<0>"
-    with pytest.raises(RuntimeError, match=OF_A_LEFT_LOOP):
-        changed(cut)(f"--run-dir {tmp_path}")
+    for left in ("break", "continue"):
+        cut = r"^( +)losses\.append", rf"\1{left}\n\g<0>"
+        with pytest.raises(RuntimeError, match=OF_A_LEFT_LOOP):
+            changed(cut)(f"--run-dir {tmp_path}")
     reduced = r"run.step_mean\(loss\)", "loss.mean()"
     with pytest.raises(RuntimeError, match=r"without accelerator.backward.* give step_mean"):
         changed(reduced)(f"--run-dir {tmp_path}")
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_whatever_ends_the_body_signals_and_folder_are_given_back(tmp_path, error):
+def test_whatever_ends_the_body_signals_and_folder_are_given_back(tmp_path):
     numbers = signal.SIGINT, signal.SIGTERM
     before = [*map(signal.getsignal, numbers)]
 
     def fail(run, number):
         assert signal.getsignal(signal.SIGTERM) != before[1]
-        raise error("stop")
+        raise KeyboardInterrupt
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         train("--run-dir", tmp_path, body=fail)
     assert [*map(signal.getsignal, numbers)] == before
     train("--run-dir", tmp_path)  # the lock is free
@@ -314,12 +302,6 @@ def test_a_resume_names_the_sources_that_have_changed(tmp_path, monkeypatch, cap
     assert capfd.readouterr().out.count(notice) == 1
 
 
-def test_numbers_of_16_bits_are_added_up_in_float32():
-    values = torch.full((300,), 1000.0, dtype=torch.float16)
-    assert sum_of(values) == sum_and_count("", values)[0] == 300_000
-    assert sum_and_count("", values, values > 0)[0] == 300_000
-
-
 def test_a_mean_over_many_batches_is_exact_also_after_a_resume(accelerator):
     means, resumed = RunningMeans(accelerator), RunningMeans(accelerator)
     for value in (2.0**24, 1.0, 1.0):  # 2**24 + 1 is none of float32
@@ -351,8 +333,8 @@ def test_each_optimizer_is_clipped_in_its_step_or_before_it_by_the_joint_norm(tm
     [
         ({"eval_auc": 0.6100004}, {"eval_auc": 0.61}, None),
         # What a process says of its half of a set is near what another one says of the other half.
-        ({"eval_auc": 0.612}, {"eval_auc": 0.61}, "0.612 on process 0 and 0.61 on process 1"),
-        ({"eval_auc": math.nan}, {"eval_auc": 0.61}, "nan on process 0 and 0.61 on process 1"),
+        ({"eval_auc": 0.612}, {"eval_auc": 0.61}, "0.612 on process 0 and 0.61 on another"),
+        ({"eval_auc": math.nan}, {"eval_auc": 0.61}, "nan on process 0 and 0.61 on another"),
         ({"eval_auc": 0.6}, {"eval_auc": None}, "got eval_auc: None: a metric must be a number"),
         ({"step": 1.0}, {"step": 1.0}, "number, and must not be called step"),
     ],
@@ -414,8 +396,7 @@ def test_a_target_that_no_evaluation_has_is_refused_after_the_first(tmp_path):
 
 
 @posix_only
-@pytest.mark.parametrize("more", ["--epochs 1", "--ema 0.9"])
-def test_a_signal_in_an_evaluation_is_heard_and_a_resume_evaluates_again(tmp_path, more):
+def test_a_signal_in_an_evaluation_is_heard_and_a_resume_evaluates_again(tmp_path):
     num_batches = count(1)
 
     def interrupted(losses):
@@ -423,7 +404,7 @@ def test_a_signal_in_an_evaluation_is_heard_and_a_resume_evaluates_again(tmp_pat
             os.kill(os.getpid(), signal.SIGTERM)
         return losses
 
-    killed, whole = (f"--run-dir {tmp_path}/{name} {more}" for name in ("killed", "whole"))
+    killed, whole = (f"--run-dir {tmp_path}/{name} --ema 0.9" for name in ("killed", "whole"))
     with pytest.raises(SystemExit) as left:
         train(killed, change=interrupted)
     assert left.value.code == 75 and next(num_batches) == 3, "it was not heard at once"
@@ -443,10 +424,9 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(fork_main
     weights, wrong = tmp_path / "weights", tmp_path / "wrong"
     before = train_regression.MLP(10, 1, [8]).state_dict()
     save_file(before, weights)
-    for world in (1, 2):
-        said = start(0, weights, "--num-targets 2", world=world)
-        matched = "2 of 4 tensors matched; left as initialised: 2.weight, 2.bias; not used: 2."
-        assert said.count(matched) == 1, said
+    said = start(0, weights, "--num-targets 2", world=2)
+    matched = "2 of 4 tensors matched; left as initialised: 2.weight, 2.bias; not used: 2."
+    assert said.count(matched) == 1, said
     start(0, weights, "--learning-rate 1e-30")
     after = load_file(tmp_path / "run-0" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
