@@ -175,6 +175,8 @@ REFUSED = {
                   """choose the column to predict with --target: a, 'b c', '"d, e"'$"""),
     "wrong target": ("t.csv", b"a,b,z\n1,2,3\n", [], "no column 'y', only a, b, z$"),
     "constant target": ("t.csv", b"a,y\n" + b"1,3\n2,3\n" * 5, [], "target 'y' is the same in all"),
+    "constant target but for NA": ("t.csv", b"a,y\n" + b"1,3\n2,3\n3,NA\n" * 5, [],
+                                   "target 'y' is the same in all"),
     "constant features": ("t.csv", b"a,y\n1,2\n1,3\n1,4\n", [],
                           r"no column can be used: a \(left out: always the same\)"),
     "another encoding": ("t.csv", text(encoding="cp1252"), [], "not in UTF-8.* --encoding cp1252"),

@@ -245,13 +245,14 @@ def find_targets(table: pd.DataFrame, config: TableConfig, marks: Sequence[str])
     column = columns[0]
     cells = pd.Series(read_cells(table[column.name], column), table.index).dropna()
     for other in columns:
-        if other.categories is None and table[other.name].nunique() < 2:
-            raise UsageError(f"{config.where}: the target {other.name!r} is the same in all rows")
-        if other.categories is not None and len(columns) > 1:
+        if len(columns) > 1 and other.categories is not None:
             raise UsageError(
                 f"{config.where}: column {other.name!r} holds texts, and several targets must be "
                 "numbers: choose one column of classes"
             )
+        numbers = pd.Series(read_cells(table[other.name], other))
+        if other.categories is None and numbers.nunique() < 2:
+            raise UsageError(f"{config.where}: the target {other.name!r} is the same in all rows")
     if column.categories is None and (len(columns) > 1 or column.days or cells.nunique() != 2):
         return columns
     classes = sorted({*read_cells(table.loc[cells.index, column.name], Column("", []))})
@@ -261,9 +262,9 @@ def find_targets(table: pd.DataFrame, config: TableConfig, marks: Sequence[str])
             f"in {count(len(cells), 'row')}, which are neither classes nor numbers: choose another "
             "--target"
         )
-    numbers = pd.to_numeric(pd.Series(classes, dtype=object), errors="coerce")
-    if numbers.notna().all():
-        classes = [classes[n] for n in numbers.argsort()]
+    order = pd.to_numeric(pd.Series(classes, dtype=object), errors="coerce")
+    if order.notna().all():
+        classes = [classes[n] for n in order.argsort()]
     return [Column(column.name, classes)]
 
 
