@@ -187,9 +187,7 @@ def late(words):
         ("--start-from pipe", "--start-from pipe cannot be read: it is not a file"),
         ("--start-from text", "--start-from text cannot be read: "),
         ("--resume gone", "--resume gone is not in run.checkpoints, and a run continues only"),
-        ("--resume run/checkpoints/step-0000000009", "there is no such checkpoint"),
-        ("--resume latest", "--resume latest: there is no checkpoint in run"),
-        ("--mirror nosuch://b/x", "--mirror nosuch://b/x cannot be used: Protocol not known"),
+        ("--mirror nosuch://b/x", "--mirror nosuch://b/x cannot be used: .*Protocol not known"),
     ],
 )
 def test_files_and_places_that_are_not_there_are_refused_before_the_data_are_loaded(

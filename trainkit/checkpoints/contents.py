@@ -79,10 +79,8 @@ class Frozen:
     """The frozen weights (requires_grad=False) of the models of a run.
 
     They are left out of checkpoints only while they are as at the start: what a loop moves, such as
-    a teacher that follows the student, a resume must have.
-
-    Attributes:
-        moved: for each model the names of those that have changed since watch().
+    a teacher that follows the student, a resume must have. `moved` has the names of those, for each
+    model.
     """
 
     def __init__(self, models: Sequence[nn.Module]):

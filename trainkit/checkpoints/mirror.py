@@ -1,12 +1,9 @@
 """--mirror URL: copy checkpoints to where they outlive this machine, and fetch them from there.
 
-The main process alone has a Mirror, because the run folder is one folder for all processes. The
-mirror is laid out like the run folder. Once a checkpoint is durable, a thread copies it, compares
-the sizes of what has arrived, and copies MANIFEST.json last: a checkpoint that has one is whole.
-Each checkpoint also holds what else a run in an empty folder goes on with (BESIDE).
-
-No checkpoint is removed from the run folder before it was copied. The training waits, with its
-newest checkpoint durable, only for a mirror that is more than --keep checkpoints behind.
+The mirror is laid out like the run folder. Once a checkpoint is durable, a thread of the main
+process copies it, compares the sizes of what has arrived, and copies MANIFEST.json last. Each
+checkpoint also holds what else a run in an empty folder goes on with (BESIDE), and none is removed
+from the run folder before it was copied.
 """
 
 import os
@@ -38,8 +35,6 @@ BESIDE = ("metrics.jsonl", "predictions.safetensors", "best.safetensors")
 class Mirror:
     """The copy of a run folder at --mirror. Nothing here communicates with other processes.
 
-    Raises UsageError if fsspec cannot open the URL, for example because a package is missing.
-
     Attributes:
         listed: the size of each file there, by its name, when it was last listed.
         jobs: what copies each checkpoint, by its name, in order: each waits for the one before.
@@ -63,7 +58,6 @@ class Mirror:
         return trying(f"{self.url}/{name}", call, *args)
 
     def _put(self, source: Path, target: str, names: Collection[str]) -> None:
-        """Copy these files of a folder to what is called TARGET + NAME in the mirror."""
         sources = [str(source / name) for name in names]
         targets = [f"{self.root}/{target}{name}" for name in names]
         self._do(target, self.files.put, sources, targets)
@@ -91,7 +85,7 @@ class Mirror:
         return {p[1] for p in found if STEP_NAME.fullmatch(p[1]) and file in ("", p[-1])}
 
     def whole(self) -> set[str]:
-        """The names of the checkpoints that the mirror has whole."""
+        """Those that the mirror has whole."""
         return self.steps("MANIFEST.json")
 
     def check_run(self, check: Callable[[Path], object]) -> None:
@@ -108,7 +102,6 @@ class Mirror:
                     raise UsageError(f"--mirror {self.url}, {name}: {problem}") from None
 
     def _get(self, step: str, folder: Path, names: list[str]) -> None:
-        """Download these files of a checkpoint."""
         sources = [f"{self.root}/checkpoints/{step}/{name}" for name in names]
         targets = [str(folder / name) for name in names]
         self._do(f"checkpoints/{step}", self.files.get, sources, targets)
@@ -132,10 +125,7 @@ class Mirror:
         return None
 
     def go_on(self, path: Path | None, best_step: int) -> None:
-        """Let the mirror have what the run folder has, a checkpoint at `path` or none.
-
-        What this run no longer leads to, and parts that a kill left, are removed from the mirror.
-        """
+        """Remove from the mirror what this run no longer leads to, and what a kill left."""
         newest, whole = path.name if path else "", self.whole()
         self._remove_checkpoints(n for n in self.steps() if n > newest or n not in whole)
         if "DONE" in self.listed:
@@ -145,19 +135,13 @@ class Mirror:
             self.copy(path, step_name(best_step))
 
     def take(self, folder: Path, has_best: bool) -> None:
-        """Put what is beside a checkpoint into its folder, before it is made durable.
-
-        has_best: best.safetensors is of an evaluation before this checkpoint.
-        """
+        """Put what is beside a checkpoint into its folder; best.safetensors only if `has_best`."""
         for name in BESIDE[: 2 + has_best]:
             with suppress(FileNotFoundError):
                 shutil.copyfile(self.config.run_dir / name, folder / name)
 
     def copy(self, folder: Path, best: str) -> None:
-        """Copy a durable checkpoint in a thread, after those before it.
-
-        best: the name of the checkpoint that is kept because it was the best.
-        """
+        """Copy a checkpoint in a thread, after those before it; `best` is the one that is kept."""
         before = [*self.jobs.values()][-1:]
 
         def copy() -> None:
@@ -221,13 +205,9 @@ class Mirror:
             self._do("DONE", self.files.pipe_file, f"{self.root}/DONE", b"")
 
     def wait(self, seconds: float = threading.TIMEOUT_MAX) -> None:
-        """Wait until all is copied, at most this long; print a line if the newest is not.
-
-        If there was an error, the line before shows it: the launcher may kill this process 30 s
-        after the first one has ended.
-        """
+        """Wait until all is copied, at most this long; print a line if the newest is not."""
         if wait(self.jobs.values(), min(1, seconds)).not_done:
-            error = sys.exception()
+            error = sys.exception()  # shown now: a launcher may kill this process in 30 s
             reason = first_sentence(error) if error else "the run is over"
             tqdm.write(f"{reason}: now waiting until --mirror {self.url} has the newest checkpoint")
         if wait(self.jobs.values(), seconds).not_done:

@@ -28,7 +28,7 @@ from trainkit.numbers.randoms import NUM_HELD
 from trainkit.repairs.private_names import prepared_loaders, prepared_models
 from trainkit.store.atomic import remove_tree, rename_free, sync
 from trainkit.store.jsons import from_exact_json
-from trainkit.store.manifest import not_listed, step_name, steps_in, verify
+from trainkit.store.manifest import step_name, steps_in, verify
 from trainkit.store.weights import check_weights_file
 from trainkit.text import shorten
 
@@ -48,11 +48,6 @@ def check_given(accelerator: Accelerator, config: TrainingConfig) -> None:
                 check_weights_file(config.start_from)
             if config.resume not in (None, "auto", "latest"):
                 check_in(directory, config.resume)
-            if config.resume and not config.mirror:
-                if config.resume == "latest" and not steps_in(directory):
-                    raise UsageError(f"--resume latest: there is no checkpoint in {config.run_dir}")
-                if config.resume not in ("auto", "latest") and not Path(config.resume).is_dir():
-                    raise UsageError(f"--resume {config.resume}: there is no such checkpoint")
     if not config.dry_run:  # it writes nothing
         open_mirror(accelerator, config)
 
@@ -113,10 +108,7 @@ def _newest_whole(
         if problem and mirror and path.name in mirrored:
             problem = mirror.fetch(path)
         if problem is None:
-            said = [*damaged, f"resuming from {path}"]
-            if others := not_listed(path):
-                said.append(f"not read, as the checkpoint does not list it: {shorten(others)}")
-            return path, said
+            return path, [*damaged, f"resuming from {path}"]
         damaged.append(f"skipped {path}: {problem}")
     if damaged:
         raise UsageError(

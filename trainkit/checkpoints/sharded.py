@@ -103,9 +103,8 @@ def make(accelerator: Accelerator, build: Callable[[], nn.Module]) -> nn.Module:
     """Return build(). If the run is sharded, each process only keeps its rows of the weights.
 
     The first process builds the whole model on the CPU and sends it to the others, which build it
-    with weights that have no values (on the meta device), so the numbers are those of a run that is
-    not sharded. Every process must call this. Raises UsageError if build() fails, for example
-    because it reads weights; then call it without this function, on every process.
+    on the meta device. Every process must call this. Raises UsageError if build() fails there, for
+    example because it reads weights; then call it without this function, on every process.
     """
     if not accelerator.is_fsdp2:
         return build()
@@ -139,10 +138,7 @@ def _names_of_weights(model: nn.Module) -> dict[str, str]:
 
 
 def _take_memory(model: nn.Module, names: dict[str, str]) -> None:
-    """Give each weight memory, of which Linux takes none before it is written, and tie weights.
-
-    init_empty_weights() unties them.
-    """
+    """Give each weight memory, and tie those again that init_empty_weights() has untied."""
     for name, first in names.items():
         weight = model.get_parameter(first)
         if first == name:
@@ -256,9 +252,8 @@ def rows_of(like: Any, value: Any) -> Any:
 def forget_whole_weights(models: Sequence[nn.Module]) -> None:
     """Let the next forward pass of sharded models gather their weights. Call before these change.
 
-    FSDP2 keeps some weights whole after a forward pass that no backward pass follows, such as one
-    of an evaluation, and uses them in the next one, whatever the rows of the processes are by then
-    (https://github.com/pytorch/pytorch/issues/131965).
+    FSDP2 keeps some weights whole after a forward pass without a backward pass, and uses them in
+    the next one (https://github.com/pytorch/pytorch/issues/131965).
     """
     for layer in (layer for model in models for layer in model.modules()):
         if hasattr(layer, "reshard"):

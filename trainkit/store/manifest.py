@@ -47,8 +47,8 @@ def steps_in(directory: Path) -> list[Path]:
 def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
     """Make the files that this process wrote durable; return the size and hash of each.
 
-    Only the process that wrote a file does this: on a network file system its machine alone may
-    hold the bytes. Raises RunFailure for a file that a resume would refuse.
+    On a network file system the machine of the process that wrote a file may alone hold the bytes.
+    Raises RunFailure for a file that a resume would refuse.
     """
     names = [name for name in _paths(folder) if writer_of(name.rpartition("/")[2]) == rank]
     for name in filter(OPENED_BY_ACCELERATE.fullmatch, names):
@@ -127,11 +127,6 @@ def verify(path: Path) -> str | None:
     except Exception as problem:  # a forged manifest may raise anything
         return f"MANIFEST.json cannot be read ({type(problem).__name__})"
     return None
-
-
-def not_listed(path: Path) -> list[str]:
-    """The files in the folder of a checkpoint that are not part of it, such as .DS_Store."""
-    return sorted(_paths(path).keys() - read_manifest(path))
 
 
 def _paths(folder: Path) -> dict[str, Path]:
