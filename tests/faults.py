@@ -128,8 +128,7 @@ def digests(run_dir: Path) -> dict[str, str]:
     for path in (*last.glob("*.bin"), *last.glob("scaler.pt")):
         content = torch.load(path, weights_only=True, map_location="cpu")
         found[f"state/{path.name}"] = _digest(content)
-    trainer = json.loads((last.parent / "trainer.json").read_text())
-    return found | {"trainer.json": trainer.get("state")}  # of a sharded run
+    return found
 
 
 def _digest(value: Any) -> Any:

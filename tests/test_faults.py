@@ -132,11 +132,10 @@ class Sweep:
         self.run_dir = run_dir
 
 
-@pytest.mark.parametrize("world, stride", [(1, 29), (2, 83)])
-def test_a_fault_inside_a_save_loses_nothing(nursery, arguments, tmp_path, world, stride):
-    sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], world, tmp_path)
-    rows = sweep.break_each_save(stride=stride)
-    for event in (2, 8) * (world - 1):  # without copies, which the first process would change
+def test_a_fault_inside_a_save_loses_nothing(nursery, arguments, tmp_path):
+    sweep = Sweep(nursery, "train_mnist", arguments["train_mnist"], 2, tmp_path)
+    rows = sweep.break_each_save(stride=83)
+    for event in (2, 8):  # without copies, which the first process would change
         sweep.fill_the_disk(rows[-1], event, rank=1)
     assert len(rows) == 3 and all(row.good() for row in rows), rows
 
@@ -163,7 +162,7 @@ def test_a_checkpoint_that_is_lost_ends_all_processes_at_once_and_no_signal_hide
 
 def test_a_folder_that_cannot_be_written_is_refused(nursery, arguments, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    for run_dir, world in ((tmp_path / "file", 1), ("/proc/run", 2), (Path.cwd().parent, 2)):
+    for run_dir, world in ((tmp_path / "file", 1), ("/proc/run", 2)):
         args = [*arguments["train_mnist"], "--run-dir", run_dir]
         outcome = nursery.run("train_mnist", *args, world=world)
         assert str(run_dir) in outcome.error(2)
