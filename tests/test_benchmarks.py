@@ -1,17 +1,12 @@
 """The benchmarks run and print the figures that RECORDS.md tells of; how fast is not tested."""
 
 import re
-from functools import partial
 
 import pytest
-import torch
 from conftest import ROOT, linux_only, run
 from plain import quick
 
-import train_mnist
-from benchmarks import _cv_example, _runs, gpu, peers
-from trainkit.config import parse
-from trainkit.pictures import GreyConfig, load_grey
+from benchmarks import gpu
 
 pytestmark = linux_only  # they read the memory of processes and use mallopt
 
@@ -37,13 +32,6 @@ def test_every_benchmark_is_listed_with_a_line():
     names = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
     assert {line.split()[2].removeprefix("benchmarks.") for line in lines} == names
     assert all(line.endswith((".", "?")) for line in lines)
-
-
-def test_ways_take_turns_and_what_warms_up_does_not_count():
-    seen = []
-    ways = {name: partial(lambda name: seen.append(name) or len(seen), name) for name in "ab"}
-    assert _runs.in_turn(ways, 2, warm_up=1) == {"a": [3, 5], "b": [4, 6]}
-    assert seen == [*"ababab"]
 
 
 # A benchmark, the flags that make it short, and the first words of its rows.
@@ -90,6 +78,7 @@ def main(argv):
     assert 60 < number(done.output.partition("launches")[2]) <= 75, done.output
 
 
+@pytest.mark.slow
 def test_each_row_of_a_gpu_is_written_as_soon_as_it_is_measured(tmp_path):
     out = tmp_path / "gpu.md"
     benchmark(".gpu", "--tiny", "--out", out, "--limit", 600)  # of a busy machine
@@ -104,27 +93,3 @@ def test_each_row_of_a_gpu_is_written_as_soon_as_it_is_measured(tmp_path):
     assert len(launches) == len(MOST_LAUNCHES)  # train_mnist.py, gpt.py, pictures.py
     for counted, most in zip(launches, MOST_LAUNCHES, strict=True):
         assert counted <= most and counted[1] > 70, launches
-
-
-def test_a_row_for_which_no_time_is_left_is_named(tmp_path, monkeypatch):
-    out = tmp_path / "gpu.md"
-    flags = f"--tiny --out {out} --rows compact save --limit 1"
-    monkeypatch.setattr("sys.argv", ["benchmarks.gpu", *flags.split()])
-    gpu.main()
-    assert out.read_text().count("not measured: --limit 1 was over") == 2
-
-
-def test_peers_find_the_shipped_pictures_and_the_same_network(small_mnist, tmp_path):
-    from torchvision.datasets import MNIST
-
-    peers.lay_data(tmp_path, 200)
-    sets = load_grey(parse(GreyConfig, ["--dataset", str(small_mnist)]), 28)
-    for split, part in zip(("train", "test"), sets, strict=False):
-        images, labels = part.tensors
-        for folder in ("data", "Datasets"):
-            theirs = MNIST(tmp_path / folder, train=split == "train")
-            assert torch.equal(theirs.data, images[:200, 0])
-            assert torch.equal(theirs.targets, labels[:200])
-        digits = _cv_example.Digits(tmp_path / "rows" / f"{split}.parquet")
-        assert torch.equal(digits[199]["image"] * 255, images[199].float())
-    assert [*map(str, _cv_example.make_model())] == [*map(str, train_mnist.Compact(10))]
