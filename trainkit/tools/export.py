@@ -61,15 +61,9 @@ def make_card(predictor: Any, name: str, metrics: dict[str, Any], license: str |
     metadata = predictor.metadata
     task = TASKS[metadata["input"]]
     measured = {key[5:]: metrics[key] for key in metrics if key.startswith("eval_")}
+    results = [EvalResult(task, "custom", "evaluation set", *pair) for pair in measured.items()]
     data = ModelCardData(
-        model_name=name,
-        license=license,
-        pipeline_tag=task,
-        tags=["onnx", "safetensors", "accelerate"],
-        eval_results=[
-            EvalResult(task, "custom", "evaluation set", metric, value)
-            for metric, value in measured.items()
-        ],
+        model_name=name, license=license, pipeline_tag=task, tags=["onnx"], eval_results=results
     )
     answers = metadata.get("classes") or metadata["targets"]
     lines = {"name": name, "answers": ", ".join(answers)}
@@ -131,7 +125,4 @@ def push(folder: Path, name: str) -> str:
 
     with as_usage_error(f"--push {name}"):
         repository = HfApi().create_repo(name, exist_ok=True).repo_id
-        text = "Upload a trained model"
-        return str(
-            HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=text)
-        )
+        return str(HfApi().upload_folder(repo_id=repository, folder_path=folder))

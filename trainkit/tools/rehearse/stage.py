@@ -42,18 +42,15 @@ class Stage:
         folder = self.folder / re.sub(r"\W+", "-", world.name).strip("-")
         folder.mkdir()
         outcome = Outcome(world, folder)
-        limit = self.limit
-        if first:
-            limit = min(limit, 60 + 30 * first.seconds)
-            if world.resumed_after:
-                copy_as_killed(first.folder / "run", folder / "run", world.resumed_after)
+        if first and world.resumed_after:
+            copy_as_killed(first.folder / "run", folder / "run", world.resumed_after)
         started_at = time.monotonic()
         store = open_meeting_point() if world.num_processes > 1 else None
         ranks = range(world.num_processes)
-        codes = self._wait([self._process(outcome, rank, store) for rank in ranks], limit)
+        codes = self._wait([self._process(outcome, rank, store) for rank in ranks])
         outcome.seconds = time.monotonic() - started_at
         if any(code not in (0, 3) for code in codes):  # 3: a target of the script, after few steps
-            outcome.problem, outcome.is_refusal = why_not(folder, codes, self.script, limit)
+            outcome.problem, outcome.is_refusal = why_not(folder, codes, self.script, self.limit)
         elif not (folder / "facts.json").exists():
             outcome.problem = "it ended without run.finish()"
         return outcome
@@ -85,11 +82,11 @@ class Stage:
         )
         return self.context.Process(target=be, args=(role,))
 
-    def _wait(self, processes: list[Any], limit: float) -> list[int | None]:
+    def _wait(self, processes: list[Any]) -> list[int | None]:
         """Start processes, and return their exit codes; None: it did not end in time."""
         for process in processes:
             process.start()
-        end_at = time.monotonic() + limit
+        end_at = time.monotonic() + self.limit
         alive = list(processes)
         while alive and time.monotonic() < end_at and not self.is_over:
             sentinels = [process.sentinel for process in alive]
