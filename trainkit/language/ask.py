@@ -8,7 +8,7 @@ before it. Chat template, system turn and date are those of the training.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -34,15 +34,6 @@ class Config:
     """what to answer; none: each line of the input"""
     max_new_tokens: Count = 200
     """of an answer"""
-
-
-def read_prompts(given: list[str]) -> Iterator[str]:
-    """Yield the prompts of the command line, or the lines of the input that are not blank."""
-    if not given and sys.stdin.isatty():
-        print("type a prompt and press Enter; Ctrl-D ends", flush=True)
-    for prompt in given or sys.stdin:
-        if prompt.strip():
-            yield prompt.strip()
 
 
 def load_model(run_dir: Path) -> tuple[Any, Any]:
@@ -74,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = read_run_json(config.run_dir)["arguments"]
     day = started.get("day")
     chat = Chat(tokenizer, date.fromisoformat(day) if day else None)
-    for prompt in read_prompts(config.prompts):
+    if not config.prompts and sys.stdin.isatty():
+        print("type a prompt and press Enter; Ctrl-D ends", flush=True)
+    for prompt in filter(None, map(str.strip, config.prompts or sys.stdin)):
         tokens = chat.ask(prompt, started.get("system"))
         print(printable(answer(model, tokenizer, tokens, config.max_new_tokens)), flush=True)
 

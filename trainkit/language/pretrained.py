@@ -1,6 +1,5 @@
 """Load a model for training, and write folders that from_pretrained of a library can load."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +15,6 @@ from trainkit.language.losses import allow_parts
 from trainkit.language.packing import Packed, check_packing
 from trainkit.launch.startup import attend_without_cudnn, keep_memory
 from trainkit.reading.pretrained_models import check_embedding, without_dropout
-from trainkit.store.records import read_run_json
 
 if TYPE_CHECKING:  # predict.py uses this room without the loop
     from trainkit.run.run import Run
@@ -45,10 +43,9 @@ class LanguageConfig(TrainingConfig):
 def load_base(config: LanguageConfig, resize_embeddings: bool = False, dropout: bool = True) -> Any:
     """Return the causal language model of --base, in evaluation mode.
 
-    What is trained is float32. What --lora freezes has the type of the base and is memory-mapped,
-    so that the processes of a machine share it. With --load-4bit the matrices of its layers are
-    NF4 numbers (Dettmers and others 2023, arXiv 2305.14314), and all is computed in the type of the
-    YAML. Raises UsageError.
+    What is trained is float32. What --lora freezes has the type of the base, or with --load-4bit is
+    NF4 numbers (Dettmers and others 2023, arXiv 2305.14314) that are computed with in the type of
+    the YAML.
 
     Args:
         resize_embeddings: make rows for tokens of the tokenizer that the model lacks.
@@ -78,18 +75,14 @@ def load_base(config: LanguageConfig, resize_embeddings: bool = False, dropout: 
 
 
 def _settings_of_4_bits(config: LanguageConfig) -> dict[str, Any]:
-    """Return what from_pretrained takes for --load-4bit. Raises UsageError."""
+    """Return what from_pretrained takes for --load-4bit."""
     from transformers import BitsAndBytesConfig
 
     state = AcceleratorState()
-    if not config.lora:
-        raise UsageError("--load-4bit freezes the weights of --base: give --lora a rank as well")
     if state.is_fsdp2:
         raise UsageError(
             "--load-4bit: a YAML that shards cannot divide numbers of 4 bits: leave one out"
         )
-    with as_usage_error("--load-4bit needs `pip install bitsandbytes`"):
-        import bitsandbytes  # noqa: F401
     dtype = DTYPES.get(state.mixed_precision, torch.float32)
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -136,31 +129,24 @@ def fit_to_data(accelerator: Accelerator, model: Any, sets: Any) -> None:
         config.eos_token_id = [*ends, sets.end]
 
 
-def dtype_of(base: str) -> torch.dtype | None:
-    """Return the type of the weights of a folder or Hub id; None if its config does not say."""
-    from transformers import AutoConfig
-
-    dtype = AutoConfig.from_pretrained(base).dtype
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
 def write_pretrained(
     run: "Run", tokenizer: Any, base: str, merge: bool = False, save_float32: bool = False
 ) -> None:
-    """Write RUN_DIR/pretrained: the weights of model.safetensors, the tokenizer, a model card.
+    """Write RUN_DIR/pretrained: the weights of model.safetensors and the tokenizer.
 
     The weights of a whole model are written in the type of the base, with save_float32 as they were
-    trained, and those that are tied once. For a PeftModel it holds the adapter; with `merge`
-    RUN_DIR/merged has the whole model too, with the adapter merged into it. Every process must call
-    this, before run.finish(), so that no finished run is without the folder; the main process
-    writes the weights from the file, so nothing has to be gathered. The first model of the run must
-    have save_pretrained; the tokenizer may be any processor that has it.
+    trained. For a PeftModel it holds the adapter; with `merge` RUN_DIR/merged has the whole model
+    too. Every process must call this, before run.finish(), so that no finished run is without the
+    folder. The first model of the run must have save_pretrained; the tokenizer may be any processor
+    that has it.
     """
+    from transformers import AutoConfig
+
     model = run.models[0]
     folder = run.config.run_dir / "pretrained"
     path = run.config.run_dir / "model.safetensors"
     is_adapter = hasattr(model, "peft_config")
-    dtype = None if save_float32 or is_adapter else dtype_of(base)
+    dtype = None if save_float32 or is_adapter else AutoConfig.from_pretrained(base).dtype
 
     def write() -> None:
         if is_adapter:
@@ -169,23 +155,12 @@ def write_pretrained(
         else:
             write_weights(model, path, folder, dtype)
         tokenizer.save_pretrained(folder)
-        _write_card(run, base, folder / "README.md", "peft" if is_adapter else "transformers")
         name = f", in {str(dtype).removeprefix('torch.')}" if dtype else ""
         print(f"for from_pretrained: {folder}{name}", flush=True)
         if merge and is_adapter:
             _write_merged(model.generation_config, tokenizer, base, folder)
 
     run.results.write_pretrained(run.ema.trained_weights, write)
-
-
-def _write_card(run: "Run", base: str, path: Path, library: str) -> None:
-    started = read_run_json(run.config.run_dir)
-    rows = {"base": base, **run.progress.metrics, "step": run.progress.step}
-    rows |= {"seed": run.config.seed, "command": f"`{shlex.join(started['command'])}`"}
-    rows |= {"run on": started["world"]}
-    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
-    head = f"---\nlibrary_name: {library}\n---\n# {run.config.run_dir.name}\n\n"
-    path.write_text(f"{head}| | |\n| --- | --- |\n{table}", encoding="utf-8")
 
 
 def write_weights(model: Any, path: Path, folder: Path, dtype: torch.dtype | None) -> None:
