@@ -34,7 +34,7 @@ from tuned import (
 from examples import finetune
 from trainkit.checkpoints.sharded import hash_frozen
 from trainkit.config import parse
-from trainkit.language import ask, pretrained
+from trainkit.language import answer, ask, pretrained
 from trainkit.texts.encoders import make_encoder
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
@@ -247,38 +247,28 @@ def test_an_adapter_is_merged_prompts_are_answered_and_the_folders_open_in_a_pip
         assert said["role"] == "assistant" and "y" in said["content"]
 
 
-@pytest.mark.parametrize(
-    "template, end, prompt", [(CHATML, "<end>", "say"), (None, "<|im_end|>", "lora")]
-)
-def test_an_answer_stops_where_those_that_were_learned_end(
-    run_main, tokenizer, tmp_path, template, end, prompt
-):
+def test_an_answer_stops_where_those_that_were_learned_end(run_main, tokenizer, tmp_path):
     model = open_model(tokenizer.name_or_path)
     model.resize_token_embeddings(len(tokenizer))  # its settings name <end> and no other
-    tokenizer.chat_template, tokenizer.eos_token = template, end
-    folder = train_on(run_main, tmp_path, tokenizer, model, prompt)
+    tokenizer.chat_template = CHATML
+    folder = train_on(run_main, tmp_path, tokenizer, model, "say")
     settings = transformers.GenerationConfig.from_pretrained(folder)
     assert tokenizer.decode(settings.eos_token_id) == "<end><|im_end|>"
-    if prompt == "say":
-        opened = open_model(folder)
-        ask = "<|im_start|>user\nsay<|im_end|>\n<|im_start|>assistant\n"
-        found = opened.generate(tokenizer(ask, return_tensors="pt").input_ids, max_new_tokens=30)
-        assert tokenizer.decode(found[0]) == f"{ask}yes<|im_end|>"
+    ask = "<|im_start|>user\nsay<|im_end|>\n<|im_start|>assistant\n"
+    tokens = tokenizer(ask, return_tensors="pt").input_ids
+    found = open_model(folder).generate(tokens, max_new_tokens=30)
+    assert tokenizer.decode(found[0]) == f"{ask}yes<|im_end|>"
 
 
-@pytest.mark.parametrize("prompt", [" x" * 100, "broken"])
-def test_a_sample_answer_ends_no_run(run_main, tokenizer, tmp_path, prompt, monkeypatch, capfd):
+def test_a_sample_answer_ends_no_run_and_stays_within_the_positions(tokenizer):
     tokenizer.chat_template = None
-    config = transformers.GPT2Config(n_positions=128, n_embd=32, n_layer=1, n_head=1)
+    config = transformers.GPT2Config(n_positions=16, n_embd=32, n_layer=1, n_head=1)
     config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), 0, 0
-    if prompt == "broken":
-        monkeypatch.setattr(transformers.GPT2LMHeadModel, "generate", None)
     model = transformers.GPT2LMHeadModel(config)
     model.generation_config.suppress_tokens = [0]  # so that it says as much as it may
-    train_on(run_main, tmp_path, tokenizer, model, prompt)
-    shown = re.findall(r"\nanswer to .*?: (none, because of \w+)?", capfd.readouterr().out)
-    reason = "none, because of TypeError" if prompt == "broken" else ""
-    assert shown == [reason] * 5
+    assert not answer(model, tokenizer, [5] * 10).startswith("none")
+    model.generate = None
+    assert answer(model, tokenizer, [5]).startswith("none, because of TypeError") and model.training
 
 
 def test_a_base_or_a_package_that_is_not_there_is_one_sentence(flags, monkeypatch):
