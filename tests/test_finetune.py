@@ -260,7 +260,7 @@ def test_an_answer_stops_where_those_that_were_learned_end(run_main, tokenizer, 
     assert tokenizer.decode(found[0]) == f"{ask}yes<|im_end|>"
 
 
-def test_a_sample_answer_ends_no_run_and_stays_within_the_positions(tokenizer):
+def test_a_sample_answer_ends_no_run(tokenizer):
     tokenizer.chat_template = None
     config = transformers.GPT2Config(n_positions=16, n_embd=32, n_layer=1, n_head=1)
     config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), 0, 0
