@@ -45,8 +45,7 @@ def test_a_slip_in_a_flag_is_one_sentence(typed, tmp_path, monkeypatch):
 # What a file of flags holds, and the --run-dir and --label that come of it.
 FILES = [
     ("--run-dir 'my runs' # the run's folder\n# and\n--label x", "my runs", "x"),
-    ("--run-dir exp#1 --label \\\n'#'#a\\ #b#'c'# # it's\n#", "exp#1", "##a #b#c#"),
-    ('--run-dir=\\#1 --label "\'#\\" #"#2', "#1", "'#\" ##2"),
+    ("--run-dir exp#1 --label \\\n'#'#a#b # it's\n#", "exp#1", "##a#b"),
 ]
 
 
@@ -66,7 +65,7 @@ WRONG = {
     "--warmup 1": "--warmup 1.0 must be at least 0 and below 1",
     "--keep 1": "--keep 1 must be at least 2",
     "--ema 1": "--ema 1.0 must be above 0 and below 1",
-    "--patience 3": "--patience 3 does nothing without --keep-best: leave it out, or give both",
+    "--patience 3": "--patience 3 does nothing without --keep-best: leave it out",
     "--mirror-must": "--mirror-must does nothing without --mirror",
     "--min-learning-rate -1": "--min-learning-rate -1.0 must be a number of at least 0",
     "--batch-size 7": "--batch-size 7 must be a multiple of 2 processes",
@@ -112,32 +111,17 @@ def test_flags_that_do_not_go_together_are_refused(flags, words, monkeypatch):
 # What is typed after a script, and what is said of the flags that do nothing beside the others.
 UNREAD = {
     "train_regression --hidden 8,9": [
-        "--hidden 8,9 does nothing with --model linear: leave it out, or give --model mlp"
-    ],
-    "train_regression --momentum 7": [
-        "--momentum 7 does nothing with --optimizer adamw: leave it out, or give --optimizer sgd"
-    ],
-    "train_mnist --gamma 0.5": [
-        "--gamma 0.5 does nothing with --schedule onecycle: leave it out, or give --schedule "
-        "exponential or exponential+cosine"
+        "--hidden 8,9 does nothing without --model mlp: leave it out"
     ],
     "train_mnist --cosine-epochs 2 --max-shift 0 --no-augment": [
-        "--cosine-epochs 2 does nothing with --schedule onecycle: leave it out, or give "
-        "--schedule cosine or exponential+cosine",
-        "--max-shift 0 does nothing with --no-augment: leave out one of them",
+        "--cosine-epochs 2 does nothing without --schedule cosine or exponential+cosine: leave it "
+        "out",
+        "--max-shift 0 does nothing without --augment: leave it out",
     ],
     "examples.table --data x --eval-data y --test-fraction 0.5": [
-        "--test-fraction 0.5 does nothing with --eval-data y: leave out one of them"
+        "--test-fraction 0.5 does nothing beside --eval-data: leave it out"
     ],
-    "examples.finetune --merge": [
-        "--merge does nothing without --lora: leave it out, or give both"
-    ],
-    "examples.finetune --lora 8 --save-float32": [
-        "--save-float32 does nothing with --lora 8: leave out one of them"
-    ],
-    "examples.gpt --data x --answers-only": [
-        "--answers-only does nothing with --data x: leave out one of them"
-    ],
+    "examples.finetune --merge": ["--merge does nothing without --lora: leave it out"],
     # At its default, or read, also by what a script chooses itself.
     "train_regression --momentum 0.9 --hidden 64,64": [],
     "train_regression --optimizer sgd --momentum 7 --model mlp --hidden 8 --noise 0": [],
@@ -204,9 +188,9 @@ def test_files_and_places_that_are_not_there_are_refused_before_the_data_are_loa
 
 # Metrics of --keep-best, by the direction that is known of them or said.
 DIRECTIONS = {
-    "min": "eval_wer eval_cer fid mape eval_clean-loss loss/2 Valid.Loss eval_accuracy:min x:min",
-    "max": "eval_accuracy map50 ndcg@10 eval_f1_macro eval_R2 eval_margin eval_loss:max a:b:max",
-    "": "x neg_loss accuracy_gap reward_loss lossless eval_format eval_loss:MIN :min errata a:b",
+    "min": "eval_wer eval_clean-loss loss/2 Valid.Loss eval_accuracy:min x:min",
+    "max": "eval_accuracy map50 ndcg@10 eval_R2 eval_loss:max a:b:max",
+    "": "x neg_loss reward_loss lossless eval_loss:MIN :min a:b",
 }
 DIRECTION_OF = [(name, way) for way, names in DIRECTIONS.items() for name in names.split()]
 

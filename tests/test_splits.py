@@ -358,7 +358,7 @@ def test_the_split_of_pictures_that_is_evaluated_has_labels_and_is_said(tmp_path
 
 def test_pictures_given_to_evaluate_on_leave_no_part_to_hold_out():
     config = parse(train_mnist.Config, ["--eval-data", "x", "--validation-split", "5"])
-    with pytest.raises(UsageError, match="--validation-split 5 does nothing with --eval-data"):
+    with pytest.raises(UsageError, match="--validation-split 5 does nothing beside --eval-data"):
         config.validate(1)
 
 

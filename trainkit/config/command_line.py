@@ -26,8 +26,7 @@ from trainkit.errors import UsageError, as_usage_error
 
 C = TypeVar("C")
 
-# A comment, or (group 1) text that is not one: quoted, or a word with a # inside it.
-COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\s'"\\#])[^\s'"\\]*)|(?<!\S)#.*""")
+COMMENT = re.compile(r"(?<!\S)#.*")
 
 # A path that was made from a URL, with one slash less; a letter alone is a drive of Windows.
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+")
@@ -41,7 +40,7 @@ NOT_SHOWN = tyro.conf.arg(help_behavior_hint="")  # hides the default in --help
 def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
     """Return a config of this dataclass, read from argv or, if that is None, the command line.
 
-    @FILE stands for the words in a file, read as a shell would: quotes, # for comments. --help
+    @FILE stands for the words in a file: quotes as in a shell, # after a space for comments. --help
     begins with the first line of the docstring of the module that defines the class. Raises
     UsageError for what cannot be read; validate() checks the values.
     """
@@ -80,12 +79,9 @@ def find_empty(words: Sequence[str], config: Any) -> list[str]:
     Such a path would be the working directory. A list may be empty.
     """
     lists = {flag(name) for name, value in vars(config).items() if isinstance(value, list)}
-    pairs = pairwise(["a word of the command line", *words])
-    empty = [before for before, word in pairs if not word]
-    empty += [word[:-1] for word in words if re.fullmatch(r"--[\w-]+=", word)]
-    return [
-        f"{name} is empty: give it a value, or leave it out" for name in empty if name not in lists
-    ]
+    empty = {before for before, word in pairwise(["a word", *words]) if not word}
+    empty |= {word[:-1] for word in words if re.fullmatch(r"--[\w-]+=", word)}
+    return [f"{name} is empty: give it a value, or leave it out" for name in empty - lists]
 
 
 def find_urls(config: Any) -> list[str]:
@@ -111,7 +107,7 @@ def _read_files(words: Iterable[str]) -> Iterator[str]:
             continue
         with as_usage_error(f"{word} cannot be read"):
             text = Path(word[1:]).read_text().replace("\\\n", "")
-            inside = shlex.split(COMMENT.sub(lambda comment: comment[1] or "", text))
+            inside = shlex.split(COMMENT.sub("", text))
         yield from _read_files(inside)
 
 

@@ -57,8 +57,8 @@ class Rule(NamedTuple):
 class ReadOnlyIf(NamedTuple):
     """In Annotated: a flag that does nothing unless another has one of these values.
 
-    Without values that other one must be given, or on; None among them: it must not be given. A
-    script that declares the field again, because it reads it always, has this no longer.
+    Without values that other one must be given, or on; (None,): it must not be given. A script that
+    declares the field again, because it reads it always, has this no longer.
     """
 
     name: str
@@ -260,9 +260,8 @@ class TrainingConfig:
         mode = os.environ.get("ACCELERATE_DYNAMO_MODE")
         if self.accumulate > 1 and mode in WITH_CUDA_GRAPHS:
             problems.append(
-                f"--accumulate {self.accumulate} does not work with dynamo_mode: {mode}, "
-                "whose CUDA graphs overwrite the gradients that are being accumulated: use "
-                "--accumulate 1, or dynamo_mode: default in the YAML"
+                f"--accumulate {self.accumulate} does not work with dynamo_mode: {mode}, whose "
+                "CUDA graphs overwrite gradients: use --accumulate 1, or dynamo_mode: default"
             )
         peak = self.peak_learning_rate
         if self.decay and self.schedule not in ("constant", "exponential"):
@@ -301,18 +300,11 @@ class TrainingConfig:
             other = getattr(self, note.name)
             is_read = other in note.values if note.values else other
             if value != self._default(name) and not is_read:
-                problems.append(f"{self._typed(name, value)} {self._why_unread(note, other)}")
+                values = " or ".join(str(each) for each in note.values if each is not None)
+                wanted = f"{flag(note.name)} {values}" if values else flag(note.name)
+                way = f"beside {wanted}" if None in note.values else f"without {wanted}"
+                problems.append(f"{self._typed(name, value)} does nothing {way}: leave it out")
         return problems
-
-    def _why_unread(self, note: ReadOnlyIf, other: Any) -> str:
-        """Say that a flag does nothing beside this value of the other, and what to do."""
-        if not note.values and not self._default(note.name):
-            return f"does nothing without {flag(note.name)}: leave it out, or give both"
-        there = self._typed(note.name, other)
-        if None in note.values or not note.values:
-            return f"does nothing with {there}: leave out one of them"
-        wanted = f"{flag(note.name)} {' or '.join(map(str, note.values))}"
-        return f"does nothing with {there}: leave it out, or give {wanted}"
 
     def _default(self, name: str) -> Any:
         field = self.__dataclass_fields__[name]
