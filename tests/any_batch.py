@@ -102,12 +102,9 @@ def compute_losses(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def count(batch: Batch) -> dict[str, torch.Tensor | float]:
-    name = "sizes"
-    if WRONG == "NAMES" and RANK:
-        name = f"sizes of process {RANK}"
     return {
         "tokens": (batch.encoding["input_ids"][:, 1:] > 0).sum() + RANK * (WRONG == "COUNT"),
-        name: sum(("b" in text) + 0.25 for text in batch.texts),
+        "sizes": sum(("b" in text) + 0.25 for text in batch.texts),
     }
 
 
@@ -150,9 +147,6 @@ def main(argv):
                 assert run.num_samples <= len(batch.texts) == max(1, run.num_samples)
                 if WRONG == "SIZES" and run.progress.step == 4:  # not one of the first
                     run.add(ragged=torch.ones(len(batch.texts), 2 + accelerator.process_index))
-                here = run.progress.step % 4 == 0 or accelerator.process_index == 0
-                if WRONG == "NONE" and here:  # the other process has some in each epoch
-                    run.add(ragged=torch.ones(len(batch.texts), 2))
                 run.add(**values)
                 drawn = accelerator.reduce(torch.tensor(sum("b" in text for text in batch.texts)))
                 run.state["drawn"] = run.state.get("drawn", 0) + int(drawn)

@@ -77,10 +77,20 @@ def finish(started: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
     return [(p.returncode, *output) for p, output in zip(started, outputs, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "caches, world", [("ab", 2), pytest.param("aa", 4, marks=pytest.mark.slow)]
-)
-def test_two_nodes_train_as_one_process(tiny_mnist, tmp_path, fork_main, caches, world):
+def test_two_nodes_train_as_one_process(tmp_path, fork_main):
+    port, flags = free_port(), "--num-samples 128 --epochs 2 --log-every 1 --no-pictures --run-dir"
+    how = {"script": "train_regression.py", "extra": ("--num_processes", 2), **IN_DOUBLE}
+    started = [start_node(node, port, flags, tmp_path / "two", **how) for node in (0, 1)]
+    fork_main("train_regression", flags, tmp_path / "one", double=True).finished()
+    (code, output, errors), (other_code, _, _) = finish(started)
+    assert code == other_code == 0, errors
+    conftest.assert_num_processes(output, 2)
+    conftest.assert_same_numbers(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("caches, world", [("ab", 2), ("aa", 4)])
+def test_each_cache_is_filled_by_one_process(tiny_mnist, tmp_path, fork_main, caches, world):
     port, args = free_port(), [SMALL, tiny_mnist, "--run-dir"]
     script, flags = tmp_path / "train_counting.py", (*args, tmp_path / "four")
     script.write_text(COUNTING)

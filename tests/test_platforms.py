@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from conftest import NUM_TEST, ROOT, posix_only, rows, run
 from PIL import Image
 
@@ -49,6 +50,7 @@ if __name__ == "__main__":  # what follows is not imported in the loader workers
 """
 
 
+@pytest.mark.slow
 @posix_only  # Windows has nothing that could be taken away
 def test_a_run_trains_stops_resumes_and_predicts_without_what_platforms_lack(small_mnist, tmp_path):
     run_dir, picture, program = (tmp_path / name for name in ("run", "black.png", "program.py"))
