@@ -1,7 +1,6 @@
 """Parse the command line: flags, and files of flags, become a dataclass, or one sentence."""
 
 import contextlib
-import inspect
 import io
 import re
 import shlex
@@ -31,9 +30,6 @@ COMMENT = re.compile(r"(?<!\S)#.*")
 # A path that was made from a URL, with one slash less; a letter alone is a drive of Windows.
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+")
 
-# The flags that --help shows before all others.
-USED_MOST = "dataset data target model epochs batch_size learning_rate run_dir resume"
-
 NOT_SHOWN = tyro.conf.arg(help_behavior_hint="")  # hides the default in --help
 
 
@@ -57,7 +53,7 @@ def parse(kind: type[C], argv: Sequence[str] | None = None) -> C:
         with contextlib.redirect_stderr(messages):
             config = tyro.cli(
                 kind,
-                registry=_in_order_of_help(kind),
+                registry=_with_unset(kind),
                 prog=script,
                 description=docstring.partition("\n")[0],
                 args=words,
@@ -111,21 +107,18 @@ def _read_files(words: Iterable[str]) -> Iterator[str]:
         yield from _read_files(inside)
 
 
-def _in_order_of_help(kind: type) -> ConstructorRegistry:
-    """Return a rule for tyro: --help shows a script's own fields before those of every run."""
+def _with_unset(kind: type) -> ConstructorRegistry:
+    """Return a rule for tyro: a field whose default is UNSET may be None, hidden in --help."""
     info = StructTypeInfo.make(kind, MISSING_NONPROP, in_union_context=False)
     spec = ConstructorRegistry.get_struct_spec(info)
     assert isinstance(spec, StructConstructorSpec)
-    depth = {n: d for d, base in enumerate(kind.__mro__) for n in inspect.get_annotations(base)}
-    order = sorted(spec.fields, key=lambda f: (f.name not in USED_MOST.split(), depth[f.name]))
-    ordered = replace(spec, fields=tuple(map(_without_unset, order)))
+    wrapped = replace(spec, fields=tuple(map(_without_unset, spec.fields)))
     registry = ConstructorRegistry()
-    registry.struct_rule(lambda asked: ordered if asked.type is kind else None)
+    registry.struct_rule(lambda asked: wrapped if asked.type is kind else None)
     return registry
 
 
 def _without_unset(field: StructFieldSpec) -> StructFieldSpec:
-    """Let a field whose default is UNSET be None, and hide that in --help."""
     # Under python -O tyro keeps the rules of an earlier call, so a field may already be wrapped.
     if field.default is not None or NOT_SHOWN in get_args(field.type):
         return field

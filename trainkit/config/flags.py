@@ -20,11 +20,9 @@ T = TypeVar("T")
 
 # For which metrics a smaller or a larger value is better, by a part of the name.
 BETTER = {
-    "min": "loss error err mse rmse mae medae msle rmsle mape smape logloss bce nll ppl perplexity "
-    "bpb bpc deviance brier ece mce wer cer ter der eer fid kid lpips regret",
-    "max": "accuracy acc f1 fbeta r2 auc auroc auprc ap map precision recall sensitivity "
-    "specificity mcc kappa pearson spearman iou miou dice jaccard bleu sacrebleu chrf rouge rougel "
-    "meteor bertscore psnr ssim ndcg mrr reward margin",
+    "min": "loss error mse rmse mae mape logloss nll perplexity bpb brier ece wer cer eer fid",
+    "max": "accuracy acc f1 r2 auc auroc ap map precision recall specificity mcc kappa pearson "
+    "spearman iou miou dice bleu chrf rouge psnr ssim ndcg mrr reward margin",
 }
 DIRECTION = {name: direction for direction, names in BETTER.items() for name in names.split()}
 # A name that contains one of these does not tell the direction: neg_loss, accuracy_gap, loss_std.
@@ -35,8 +33,7 @@ UNCLEAR += "difference change ratio reduction improvement increase decrease std 
 def metric_and_direction(text: str) -> tuple[str, str]:
     """Return the metric of --keep-best, and "min" or "max": given as NAME:min, or by the name.
 
-    A name is recognised by its parts, as in eval_wer, eval_clean-loss, ndcg@10, map50. The
-    direction is "" if no part is recognised, or if they contradict each other.
+    A name is recognised by its parts, as in eval_wer, eval_clean-loss, ndcg@10; else it is "".
     """
     name, _, direction = text.rpartition(":")
     if name and direction in ("min", "max"):

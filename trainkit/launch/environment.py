@@ -119,10 +119,7 @@ def shards_wanted() -> bool:
 
 
 def num_copies(num_processes: int) -> int:
-    """How many copies of the model the launch asks for, each sharded over the same number.
-
-    A size of 1, which the launcher also gives for one that the YAML does not have, is inferred.
-    """
+    """How many copies of the model the launch asks for; a size of 1 or none is inferred."""
     copies, shards = (int(os.environ.get(name, "1")) for name in SIZES)
     if copies == shards == 1:
         return 1

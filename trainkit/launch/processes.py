@@ -36,9 +36,8 @@ def deadline(timeout: timedelta, others: str = "the other processes") -> Iterato
 
     def give_up() -> None:
         print(
-            f"error: process {os.environ.get('RANK', '0')} could not reach {others} "
-            f"within {timeout.total_seconds():.0f} s: read their output, or run "
-            "trainkit.tools.doctor",
+            f"error: process {os.environ.get('RANK', '0')} could not reach {others} within "
+            f"{timeout.total_seconds():.0f} s: read their output, or run trainkit.tools.doctor",
             file=sys.stderr,
         )
         os._exit(1)
@@ -57,8 +56,8 @@ def failing_together(
 ) -> Iterator[None]:
     """Raise `kind` on all processes if the body fails on any, so that none waits for one that left.
 
-    A UsageError or RunFailure stays what it is; of other exceptions the message is `what` and the
-    reason. Every process must enter this, and the body must not communicate.
+    A UsageError or RunFailure stays what it is. Every process must enter this, and the body must
+    not communicate.
     """
     error = None
     try:

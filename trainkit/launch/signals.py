@@ -18,12 +18,12 @@ class Signals:
     """Tells all processes at the same step that one of them was asked to stop.
 
     A signal sets a flag; a second Ctrl-C raises KeyboardInterrupt at once. Before the first step
-    nothing needs saving, so the first Ctrl-C does so and the other signals raise Stopped. Every
-    process must make one of these objects, in its main thread.
+    the first Ctrl-C does so, and the other signals raise Stopped. Every process must make one of
+    these objects, in its main thread.
 
     With several processes the flags are summed on the CPU, in a gloo group of their own, while the
-    next step runs. So no step waits for a device, and a dead or frozen process is noticed here
-    within `timeout`, even if the device's own collectives never return.
+    next step runs. So a dead process is noticed here within `timeout`, even if the device's own
+    collectives never return.
     """
 
     def __init__(self, accelerator: Accelerator, timeout: timedelta):

@@ -75,12 +75,10 @@ class EpochBatches(Sampler):
     on the number of samples.
 
     Args:
-        num_samples: size of the data set.
         batch_size: samples per optimizer step over all processes, or in a batch to evaluate.
         seed: seed of the shuffle; None yields the samples in their own order.
         order: order(epoch, start, stop) returns the indices at start <= position < stop of an
             epoch, int64; None yields each sample once, shuffled by seed.
-        drop_last: leave out the last num_samples % batch_size samples of each epoch.
         accumulate: micro-batches per optimizer step; divides batch_size.
         num_processes: no batch to evaluate has fewer samples, if that is possible, so that no
             process gets a padding sample, which a metric of the script's own would count.

@@ -42,9 +42,8 @@ def by_length(lengths: Sequence[int] | torch.Tensor, batch_size: int, seed: int)
     """Yield each sample once per epoch, in batches whose samples have similar lengths.
 
     The shuffled samples are split into windows of WINDOW batches, each window is sorted by length
-    and split into batches, and the batches are shuffled. If batch_size does not divide the number
-    of samples, the short batch comes last and holds the last of the shuffled samples, whatever
-    their lengths. It holds one epoch in memory, 8 bytes for each sample.
+    and split into batches, and the batches are shuffled. A short batch comes last, of whatever
+    lengths. It holds one epoch in memory, 8 bytes for each sample.
     """
     sizes = torch.as_tensor(lengths)
     num_samples = len(lengths)
@@ -71,34 +70,20 @@ def num_used(num_samples: int, batch_size: int, drop_last: bool) -> int:
 
 @dataclass
 class Progress:
-    """Position of a run.
+    """Position of a run."""
 
-    Attributes:
-        step: optimizer steps since the start of the run.
-        epoch: epochs completed.
-        step_in_epoch: steps of this epoch that are done, with those that fp16 skipped.
-        num_skipped: steps, not counted in `step`, that fp16 skipped as their gradients overflowed.
-        metrics: the metrics of the last evaluation.
-        metrics_step: the step of that evaluation.
-        best, best_step: the best value of the metric of --keep-best, and its step.
-        best_name: the name and direction of that metric, for example "eval_loss:min".
-        num_worse: evaluations since the best one.
-        ended: run.stop() or --patience has ended the run, whether or not epochs are left.
-        state: run.state, which belongs to the script.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    num_skipped: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    metrics_step: int = 0
-    best: float | None = None
+    step: int = 0  # optimizer steps since the start of the run
+    epoch: int = 0  # epochs completed
+    step_in_epoch: int = 0  # steps of this epoch that are done, with those that fp16 skipped
+    num_skipped: int = 0  # steps, not counted in `step`, that fp16 skipped
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    metrics_step: int = 0  # the step of that evaluation
+    best: float | None = None  # the best value of the metric of --keep-best
     best_step: int = 0
-    best_name: str | None = None
-    num_worse: int = 0
-    ended: bool = False
-    state: dict[str, Any] = field(default_factory=dict)
+    best_name: str | None = None  # its name and direction, for example "eval_loss:min"
+    num_worse: int = 0  # evaluations since the best one
+    ended: bool = False  # by run.stop() or --patience, whether or not epochs are left
+    state: dict[str, Any] = field(default_factory=dict)  # run.state, which belongs to the script
 
 
 class Length:

@@ -72,10 +72,7 @@ def without_compiler(model: nn.Module) -> nn.Module:
 
 
 def as_it_was(prepared: nn.Module) -> nn.Module:
-    """The model that accelerator.prepare was given, without what it put around it.
-
-    accelerator.unwrap_model imports torch's compiler and shards, 1.3 s, to ask what is around it.
-    """
+    """The model that accelerator.prepare was given; accelerator.unwrap_model takes 1.3 s."""
     model = without_compiler(prepared)
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
@@ -116,8 +113,7 @@ def plain_name(name: str) -> str:
 def precision_of_notebook_launcher() -> str:
     """The mixed_precision passed to the notebook_launcher around this call, or "no" without one.
 
-    The launcher writes it to a variable that Accelerate does not read, and with one process does
-    not write it at all, so a run with fp16 or bf16 requested would train in float32.
+    The launcher writes it to a variable that Accelerate does not read, or not at all.
     """
     for caller in inspect.stack(0):
         if caller.frame.f_code is accelerate.notebook_launcher.__code__:

@@ -42,10 +42,7 @@ from trainkit.repairs.private_names import (
 
 
 def end_workers(accelerator: Accelerator) -> None:
-    """End the loader workers; otherwise a notebook waits 5 s for each at garbage collection.
-
-    The queue that tells a worker to end is garbage too by then, and may be closed first.
-    """
+    """End the loader workers; otherwise a notebook waits 5 s for each at garbage collection."""
     for loader in prepared_loaders(accelerator):
         loader.base_dataloader._iterator = None
 
@@ -53,10 +50,9 @@ def end_workers(accelerator: Accelerator) -> None:
 def fix_bucket_order(*models: nn.Module) -> None:
     """Make DistributedDataParallel sum gradients in the same order from the first step on.
 
-    It rebuilds its buckets after its first backward pass. With three or more processes that changes
-    the last bit of a sum, so the first step of a resumed run would differ. This makes one backward
-    pass of the sum of all parameters, instead of the model, and discards the gradients. Every
-    process must call this.
+    It rebuilds its buckets after its first backward pass, which changes the last bit of a sum of
+    three or more, so the first step of a resumed run would differ. This makes one backward pass of
+    the sum of all parameters and discards the gradients. Every process must call this.
     """
     for model in models:
         parallel = without_compiler(model)
@@ -78,9 +74,9 @@ def share_frozen_weights(
 ) -> None:
     """Keep frozen weights memory-mapped as from_pretrained loads them, once per machine.
 
-    Without this, Accelerate moves a model to the device cpu:0, which is not the same as cpu, and
-    DistributedDataParallel overwrites the weights with those of the first process. Call this before
-    accelerator.prepare. `frozen` returns the frozen weights of a model by name.
+    By itself Accelerate moves a model to cpu:0, which is not the same as cpu, and
+    DistributedDataParallel overwrites the weights with those of the first process. `frozen` returns
+    the frozen weights of a model by name.
     """
     prepare = accelerator.prepare_model
 
@@ -131,8 +127,7 @@ def copy_shards(accelerator: Accelerator, num_copies: int) -> None:
 def end_with_this_batch(loader: DataLoader, is_last: bool) -> None:
     """Let accelerator.accumulate end the step with the batch that comes next, or not.
 
-    By itself it also ends one with the last batch that was read from the loader, which would be the
-    first of those that run.steps(..., count=) reads ahead.
+    By itself it ends one with the last batch that was read, also if run.steps(count=) reads ahead.
     """
     loader.end_of_dataloader = is_last
 
@@ -160,10 +155,9 @@ def wrap_method(accelerator: Accelerator, name: str, wrapper: Callable[..., Any]
 
 
 def prepare_untrained(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shard a model without trainable weights, as accelerator.prepare(...) does with an optimizer.
+    """Shard a model without trainable weights, which Accelerate refuses to without an optimizer.
 
-    Accelerate refuses to shard a model without one. The weights are given back after each forward
-    pass, as no backward pass follows that would do it, so that the loop can change the rows.
+    The weights are given back after each forward pass, as no backward pass follows.
     """
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -304,9 +298,9 @@ class Later:
 
 
 def look_for_lomo_once() -> None:
-    """Tell Python once that lomo_optim is not installed, which Accelerate asks twice in each step.
+    """Tell Python once that lomo_optim is not installed, for which Accelerate looks in each step.
 
-    Each search takes 45 us, 6 to 8 % of the CPU time of `train_regression.py --epochs 100`.
+    That was 6 to 8 % of the CPU time of `train_regression.py --epochs 100`.
     """
     if importlib.util.find_spec("lomo_optim") is None:
         sys.modules["lomo_optim"] = None  # type: ignore[assignment]
