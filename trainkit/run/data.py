@@ -73,24 +73,17 @@ def fingerprint_set(dataset: Any) -> tuple[list[str], list[dict[str, str]], set[
 
 def load_checked(
     accelerator: Accelerator, config: TrainingConfig, load_data: Callable[[TrainingConfig], tuple]
-) -> tuple[tuple, dict[str, str]]:
+) -> tuple[Any, dict[str, str]]:
     """Return load_data(config), and hashes of the sets that it begins with, by name.
 
-    A set with fingerprint() has one for each of its files, so that a message can name the file that
-    changed.
-
+    A set with fingerprint() has one for each of its files, so that a message can name the file.
     One process per file system calls load_data first, to fill caches. Every process must call this.
-
-    Raises UsageError if load_data does not return a tuple or a list that begins with two sets.
     """
     data = nodes.first_on_each_node(accelerator, lambda: load_data(config), config.time_limit)
-    is_sequence = isinstance(data, tuple | list)
-    if not is_sequence or len(data) < 2:
-        # A set that can be sliced would pass for two sets that have a sample each.
-        held = f" of {len(data)}" if is_sequence else ""
+    if not isinstance(data, tuple | list) or len(data) < 2:
         raise UsageError(
-            f"the function of run.load(...) returned a {type(data).__name__}{held}: let it return "
-            "the training set and the evaluation set, in this order, and after them what else the "
+            f"the function of run.load(...) returned a {type(data).__name__}: let it return the "
+            "training set and the evaluation set, in this order, and after them what else the "
             "script needs"
         )
     config.validate(accelerator.num_processes, is_loaded=True)  # it may have set some values
@@ -103,10 +96,7 @@ def load_checked(
 def check_data(
     accelerator: Accelerator, config: TrainingConfig, train_set: Any, eval_set: Any
 ) -> str:
-    """Return the fingerprint of the two sets, a hash. Every process must call this.
-
-    Raises UsageError if they cannot be read by index, are too small, or differ between processes.
-    """
+    """Return the fingerprint of the two sets, a hash. Every process must call this."""
     check_indexable(train_set, "training set")
     check_indexable(eval_set, "evaluation set")
     num_train, num_eval = len(train_set), len(eval_set)
@@ -117,9 +107,8 @@ def check_data(
         )
     if config.drop_last and config.batch_size > num_train:
         raise UsageError(
-            f"--batch-size {config.batch_size} is larger than the {num_train} training samples, "
-            "and --drop-last leaves out a batch that is not full: use a smaller --batch-size, or "
-            "--no-drop-last"
+            f"--batch-size {config.batch_size} is larger than the {num_train} training samples: "
+            "use a smaller one, or --no-drop-last"
         )
     texts = []
     for dataset in (train_set, eval_set):

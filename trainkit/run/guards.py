@@ -64,7 +64,7 @@ def need(run: Any, call: str, *stages: str) -> None:
 def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Callable]:
     """Decorate a method that may be called only in these stages; `then` is the stage after it.
 
-    Without `then` the stage does not change. A generator sets later stages itself.
+    Without `then` the stage does not change.
     """
 
     def decorate(method: Callable) -> Callable:
@@ -87,10 +87,9 @@ class LoopGuard:
 
     Attributes:
         num_left: steps that are still looked at.
-        smallest: the smallest trained weight of each optimizer.
-        left: the gradient of that weight in the last step, until zero_grad() is called.
+        smallest, left: the smallest trained weight of each optimizer, and what its gradient was in
+            the last step, until zero_grad() is called.
         in_window: the step has earlier micro-batches, and no optimizer was stepped yet.
-        has_mean, has_gradient: of this micro-batch there is a mean, and a gradient has come to it.
         positions: how often each schedule of make_scheduler was stepped until the last step's end.
     """
 
@@ -117,11 +116,9 @@ class LoopGuard:
         self.left.pop(optimizer, None)
 
     def start_steps(self) -> None:
-        """Remember where the schedules are when run.steps(...) is called for the first time."""
         self.positions = self.positions or self._positions()
 
     def watch_mean(self, mean: torch.Tensor) -> None:
-        """See whether a gradient comes to a mean of run.step_mean."""
         if self.num_left and mean.requires_grad:
             self.has_mean = True
             mean.register_hook(lambda _: vars(self).update(has_gradient=True))

@@ -1,11 +1,10 @@
 """--profile N: where the time of N steps goes, by torch's profiler."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
@@ -41,22 +40,14 @@ class Profile:
         self.num_done = 0
         self.profiler: Any = None
         self.started = ExitStack()
+        self._start_if_due()
 
-    def read(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield these batches; in the steps that are profiled, waiting for one has its own row."""
-        iterator = iter(batches)
-        while True:
-            if self.num and self.num_done == self.num_before - 1 and self.profiler is None:
-                os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines of its own
-                schedule = {"wait": 0, "warmup": 1, "active": self.num, "repeat": 1}
-                options = ProfileKwargs(schedule_option=schedule, record_shapes=True)
-                self.profiler = self.started.enter_context(self.accelerator.profile(options))
-            with torch.profiler.record_function("waiting for data"):
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
-            yield batch
+    def _start_if_due(self) -> None:
+        if self.num and self.num_done == self.num_before - 1:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines of its own
+            schedule = {"wait": 0, "warmup": 1, "active": self.num, "repeat": 1}
+            options = ProfileKwargs(schedule_option=schedule, record_shapes=True)
+            self.profiler = self.started.enter_context(self.accelerator.profile(options))
 
     def end_step(self) -> None:
         """Count a step, also one that fp16 skips; after the last one say what was seen."""
@@ -65,6 +56,8 @@ class Profile:
             self.end()
         elif self.num and self.profiler is not None:
             self.profiler.step()
+        else:
+            self._start_if_due()
 
     def end(self) -> None:
         """Write trace.json and say what the profile shows, if a step was profiled."""

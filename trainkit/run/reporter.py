@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from trainkit.config import TrainingConfig, metric_and_direction
@@ -95,19 +94,6 @@ class Reporter:
             f"stopped by {signal_name or 'a signal to another process'} at step {step}, saved: "
             "start the same command with --resume auto to continue"
         )
-
-    def log_memory(self, step: int) -> str:
-        """Write what each process needed of its GPU to timing.jsonl; return it for the last line.
-
-        Every process must call this. It returns nothing for a run on CPUs.
-        """
-        device = self.accelerator.device
-        if device.type != "cuda":
-            return ""
-        peaks = gather_object([torch.cuda.max_memory_allocated(device)])
-        self.tracker.log_timing({"step": step, "peak_memory_bytes": peaks})
-        amounts = dict.fromkeys(f"{peak / 2**20:,.0f}" for peak in peaks)
-        return f", peak memory of a process {' or '.join(amounts)} MiB"
 
     def stop(self) -> None:
         """End the steps of an epoch."""

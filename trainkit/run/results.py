@@ -60,15 +60,11 @@ class Results:
         self._write_model("best.safetensors", self.frozen.models[0], {"step": step})
 
     def write_predictions(self, predictions: Predictions | None) -> None:
-        """Write predictions.safetensors, if there are predictions."""
         if predictions is not None:
             self._write(records.PREDICTIONS, *predictions)
 
     def write_weights(self, trained_weights: TrainedWeights) -> None:
-        """Write the weights, unless they have been written.
-
-        trained_weights: EMA.trained_weights, in whose body the models hold no averages.
-        """
+        """Write the weights, unless they have been written; trained_weights: that of EMA."""
         if self.has_weights:
             return
         if self.config.ema:
@@ -95,15 +91,13 @@ class Results:
         self,
         progress: Progress,
         trained_weights: TrainedWeights,
-        memory: str,
         next_command: str,
         say: Callable[[str], None],
         finish_mirror: Callable[[], None],
     ) -> None:
         """Write weights and pictures, say so, complete the mirror, and write DONE last.
 
-        trainkit.plots draws the pictures from the files in the run folder. If one cannot be
-        drawn, the message says so and the run does not fail. memory: what the last line says of it.
+        If a picture cannot be drawn, the message says so and the run does not fail.
         """
         config = self.config
         messages = names = ""
@@ -120,7 +114,7 @@ class Results:
             messages += f"{self._settle_best(progress)}\n"
         measured = show_best(progress.metrics, config.keep_best)
         messages += (
-            f"done: {count(progress.step, 'step')}, {measured}{memory}; in {self.run_dir}: "
+            f"done: {count(progress.step, 'step')}, {measured}; in {self.run_dir}: "
             f"weights, metrics, checkpoints{names}"
         )
         if next_command:

@@ -44,9 +44,6 @@ from trainkit.run.session import leave_processes, start_accelerator
 from trainkit.run.step import CountValues, Step, sums_of
 from trainkit.text import check_json
 
-# Where the generators are seeded for what the script draws outside of a batch.
-AFTER_BEGIN, IN_EPOCH, IN_EVALUATION = "after begin", "in epoch", "in evaluation"
-
 
 class Run:
     """A context manager. Every process must make every call, in the order given above.
@@ -169,7 +166,7 @@ class Run:
         num_steps = self.length.last_step - self.progress.step
         self.profile = Profile(self.accelerator, self.config, num_steps, self.print)
         self.resources.callback(self.profile.close)
-        self._seed(AFTER_BEGIN)
+        self._seed("after begin")
 
     def _seed(self, place: str, *position: int) -> None:
         """Seed what the script draws where no batch is, so that a resume draws the same there."""
@@ -195,7 +192,7 @@ class Run:
         """
         while not self.length.is_over(self.progress) or self.length.must_evaluate(self.progress):
             wait_for_all(self.accelerator, self.config.time_limit)
-            self._seed(IN_EPOCH, self.progress.epoch)
+            self._seed("in epoch", self.progress.epoch)
             self.stage = "epoch"
             yield self.progress.epoch
             need(self, "the next epoch", "ready")
@@ -233,7 +230,7 @@ class Run:
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
                 self.checkpoints.save(progress)
         self.log.start_evaluation()
-        self._seed(IN_EVALUATION, progress.epoch, progress.step_in_epoch)
+        self._seed("in evaluation", progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
 
     def _is_due(self) -> bool:
@@ -244,9 +241,8 @@ class Run:
         return not every or progress.step % every == 0 or self.length.is_over(progress)
 
     def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
-        progress = self.progress
-        length = self.length
-        batches = self.profile.read(iter(loader))
+        progress, length = self.progress, self.length
+        batches = iter(loader)
         while length.num_in_step(progress):
             before = progress.step
             self.step.start(progress)
@@ -337,9 +333,7 @@ class Run:
         return is_due
 
     def _finish_step(self) -> bool:
-        progress = self.progress
-        length = self.length
-        every = self.config.save_every
+        progress, length, every = self.progress, self.length, self.config.save_every
         progress.step_in_epoch += 1
         is_watched = self.step.loop.num_left > 0
         if not self.step.finish():  # fp16 overflowed
@@ -459,11 +453,9 @@ class Run:
             raise out_of_order("run.finish()", self.stage)
         wait_for_all(self.accelerator, self.config.time_limit)
         self.checkpoints.commits.wait()
-        memory = self.log.log_memory(self.progress.step)
         self.results.finish(
             self.progress,
             self.ema.trained_weights,
-            memory,
             next_command or self.next_command,
             self.print,
             self.checkpoints.finish_mirror,

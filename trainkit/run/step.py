@@ -38,15 +38,12 @@ class Step:
     """The state of the current optimizer step. Run starts and finishes it.
 
     Attributes:
-        number: of the step, counted from 1.
         num_in_step: samples in the step, over all processes and micro-batches.
         num_done_in_step: how many of them are in micro-batches before the current one.
         num_samples: samples of this process in the current micro-batch; 0: only padding.
         num_evaluated: the same in a batch of an evaluation; None outside of one.
         losses: this process's share of each mean of the micro-batch, for messages.
-        rates: the learning rate of each optimizer, and norms: of the gradients before they are
-            clipped, by their names in metrics.jsonl.
-        clipped, stepped: the optimizers whose gradients are clipped, and those already stepped.
+        rates, norms: learning rates, and norms before clipping, by their names in metrics.jsonl.
     """
 
     def __init__(
@@ -102,10 +99,7 @@ class Step:
         return -(-self.num_in_step // self.micro_batch_size)
 
     def count_ahead(self, count: CountValues, micro_batches: Sequence[Any]) -> None:
-        """Add up count(micro_batch), by name, over the micro-batches of the step and the processes.
-
-        Every process must call this.
-        """
+        """Add up count(micro_batch) over the step, on every process; see Divisors."""
         rank = self.accelerator.process_index
         firsts = range(0, self.num_in_step, self.micro_batch_size)
         has_samples = [self.rows_of(rank, first)[1] > 0 for first in firsts]
@@ -125,10 +119,7 @@ class Step:
         self.losses = []
 
     def rows_of(self, rank: int, num_done_in_step: int) -> tuple[int, int]:
-        """Return where the rows of a process start in a micro-batch, and their number.
-
-        num_done_in_step: samples of the step that come before this micro-batch.
-        """
+        """Return where the rows of a process start in a micro-batch, and their number."""
         num = min(self.micro_batch_size, self.num_in_step - num_done_in_step)
         slots = self.micro_batch_size // self.accelerator.num_processes
         start, stop = share_of_batch(num, self.micro_batch_size, rank * slots, (rank + 1) * slots)
@@ -220,10 +211,7 @@ class Step:
             self._clip(optimizer)
 
     def enter_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Clip and check the gradients of an optimizer; torch calls this before each of its steps.
-
-        Raises RuntimeError for a second step in the same step of the run.
-        """
+        """Clip and check the gradients of an optimizer. torch calls this before its step."""
         if optimizer in self.stepped:
             raise RuntimeError(
                 "optimizer.step() was called twice in one step of the run, with the same "
