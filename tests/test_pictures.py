@@ -328,10 +328,7 @@ def test_of_several_pictures_in_a_file_the_first_is_read_in_grey_and_in_colour(t
         path = tmp_path / "data" / "train" / "one" / name
         first.save(path, save_all=True, append_images=[second])
         for read in (picture_files.read_square, picture_files.read_centre):
-            values, form = read(path, 28)
-            assert np.abs(values.astype(int) - 10).max() <= 3 and form.endswith("several)"), name
-    *_, plan = load(tmp_path / "data")
-    assert plan["several"].startswith("5 of 82 files hold several")
+            assert np.abs(read(path, 28)[0].astype(int) - 10).max() <= 3, name
 
 
 def test_one_file_on_transparent_ground_is_seen_alike_in_grey_and_in_colour(tmp_path):

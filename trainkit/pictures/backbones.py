@@ -50,10 +50,6 @@ def load_network(config: PhotoConfig) -> tuple[nn.Module, dict[str, Any], dict[s
     --size is set if it is not given. Raises UsageError.
     """
     network, origin = load_weights(config.model, config.base, config.scratch)
-    if not isinstance(network.get_classifier(), nn.Linear):
-        raise UsageError(
-            f"{type(network).__name__} does not end in one linear layer: choose another"
-        )
     settings = network.pretrained_cfg
     (side,) = {*settings["input_size"][1:]}
     config.set_unset({"size": side if settings.get("fixed_input_size") else min(224, side)})

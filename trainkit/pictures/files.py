@@ -31,12 +31,11 @@ with contextlib.suppress(ImportError):  # of phones: `pip install pillow-heif`
 # Everything that the values of a picture depend on, besides its file.
 READER = f"{PILLOW_FORMATS} {PIL.__version__}".encode() + Path(__file__).read_bytes()
 
-SEVERAL = " (first of several)"  # at the end of the form of an animation, or of a file of pages
 BRIGHT = 192  # of 255: a mean grey value that hardly differs from white
 LONG = 2  # sides beyond 2 : 1: by default such a picture is padded, since a crop would lose half
 # The values of black and of white in grey pictures of more than 8 bits, by their mode.
 RANGES = {"I;16": (0.0, 65535.0), "I": (0.0, 65535.0), "F": (0.0, 1.0)}
-# Other values of black and white, by mode; "any" is for all, and values outside of it are cut off.
+# Other values of both: "any" is for all modes, and values outside of it are cut off.
 Greys = Mapping[str, tuple[float, float]]
 
 
@@ -59,15 +58,11 @@ def open_upright(
     try:
         picture: Image.Image = Image.open(file, formats=PILLOW_FORMATS)
     except UnidentifiedImageError:
-        readable = ", ".join(PILLOW_FORMATS)
-        raise ValueError(
-            f"it is not one of {readable} (for HEIC: `pip install pillow-heif`)"
-        ) from None
+        formats = f"{', '.join(PILLOW_FORMATS)} (for HEIC: `pip install pillow-heif`)"
+        raise ValueError(f"it is not one of {formats}") from None
     with picture:
         width, height = picture.size
         mode = picture.mode
-        # MPO is a JPEG as many phones write it: one photo, and a small or brighter copy of it.
-        is_one = picture.format == "MPO" or not getattr(picture, "is_animated", False)
         if side:
             picture.draft("RGB", (side, side))
         picture.load()
@@ -84,7 +79,7 @@ def open_upright(
     elif is_deep(mode):  # Pillow's own conversion would cut off above 255
         picture = Image.fromarray(scale_greys(picture, greys or {}))
     picture = picture if picture.mode == "L" else picture.convert("RGB")
-    return picture, f"{width} x {height} {mode}{'' if is_one else SEVERAL}"
+    return picture, f"{width} x {height} {mode}"
 
 
 def is_deep(mode: str) -> bool:

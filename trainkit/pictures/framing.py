@@ -16,7 +16,6 @@ from trainkit.pictures.flags import Fit
 
 SIDE, WIDE = 64, 27  # pixels: of the copy in which ink is found, and wider than strokes in it
 INK = 20 / 28  # the longer side of MNIST's ink, as a share of the picture
-NUM_LOOKED_AT = 2000  # pictures from which the framing of all is learned
 
 
 def border_of(values: torch.Tensor) -> torch.Tensor:
@@ -30,7 +29,7 @@ def learn_framing(pictures: torch.Tensor) -> dict[str, Any]:
     border: the darkest and the brightest median of a border, 0 to 1. framed: whether the ink of
     nearly all is as large as that of MNIST's.
     """
-    values = pictures[:: math.ceil(len(pictures) / NUM_LOOKED_AT), 0] / 255
+    values = pictures[:: math.ceil(len(pictures) / 2000), 0] / 255  # of at most 2000
     border = border_of(values).median(1).values
     ink = (values - border[:, None, None]).abs()
     is_ink = ink > ink.amax((1, 2), keepdim=True) / 4
@@ -51,16 +50,14 @@ def read_photo(
 
     If these are framed as MNIST's are, a picture of another width and height is taken for a photo
     and prepared as MNIST's were. If inverting makes the border more like theirs, it is inverted.
-    Raises UsageError.
+    Returns uint8 (1, 1, size, size), and for example "2 separate groups of ink", or "". Raises
+    UsageError.
 
     Args:
         framing: what learn_framing returned, and "shape", the width and height of all training
             pictures, or None.
         as_is: resize the picture and do nothing else.
         fit, greys: see files.read_square; the same as in training.
-
-    Returns:
-        uint8 (1, 1, size, size), and for example "2 separate groups of ink", or "".
     """
     with as_usage_error(f"{path} cannot be read as a picture"):
         picture, _ = open_upright(path, greys=greys)

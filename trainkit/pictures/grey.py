@@ -56,8 +56,7 @@ def set_by_number(
 ) -> dict[str, str]:
     """Set the flags that are UNSET by the number of training pictures; return a line of the plan.
 
-    There is a line for a small data set only. If the user chose --batch-size or --drop-last, no
-    data set counts as small.
+    If the user chose --batch-size or --drop-last, no data set counts as small.
     """
     if num_train >= SMALL_SET or config.batch_size is not None or config.drop_last is not None:
         config.set_unset(LARGE | usual)

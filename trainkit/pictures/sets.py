@@ -161,8 +161,6 @@ def describe_reading(forms: Counter[str], reading: dict[str, Any]) -> dict[str, 
         how = {"pad": "padded", "squash": "squashed", "crop": "cropped"}
         text = how.get(reading["fit"], f"cropped, or padded beyond {files.LONG} : 1")
         plan["fit"] = f"{other} of {forms.total()} are not square and {text} (--fit)"
-    if several := sum(number for form, number in forms.items() if form.endswith(files.SEVERAL)):
-        plan["several"] = f"{several} of {forms.total()} files hold several: the first is read"
     if any(files.is_deep(form.split()[3]) for form in forms):
         black, white = reading["greys"].get("any", (0, "65535, or 1 of fractions,"))
         plan["greys"] = f"of more than 8 bits: {black} is black, {white} is white (--grey-range)"

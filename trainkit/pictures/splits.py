@@ -216,8 +216,7 @@ def label_rows(
     images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     if len(images) != 1:
         raise UsageError(
-            f"{where}: there must be rows with one Image column, not {rows.column_names} "
-            "(make one with cast_column(NAME, datasets.Image()))"
+            f"{where}: there must be rows with one Image column, not {rows.column_names}"
         )
     column = choose_column(rows, where, label)
     values = values_of(rows, column)
