@@ -1,5 +1,6 @@
 """Pretrained networks of timm: their weights, what they compute once if frozen, their folder."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,10 +159,8 @@ def write_timm_folder(run: "Run", network: nn.Module, metadata: dict[str, Any]) 
     Also print which classes were recognised least. Every process must call this, before
     run.finish(). model.safetensors has only the last layer of a network that was frozen.
     """
-    run_dir = run.config.run_dir
-    run.results.write_pretrained(
-        run.ema.trained_weights, lambda: _write_folder(run_dir, network, metadata)
-    )
+    write = partial(_write_folder, run.config.run_dir, network, metadata)
+    run.results.write_pretrained(run.ema.trained_weights, write)
 
 
 def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -> None:
@@ -179,9 +178,7 @@ def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -
     settings = {"input_size": (3, size, size), "crop_pct": size / metadata["resize"]}
     settings |= {"mean": metadata["mean"], "std": metadata["std"], "interpolation": "bicubic"}
     modes = {"squash": "squash", "pad": "border"}  # timm's names; its border has the mean colour
-    fit = metadata.get("reading", {}).get("fit")
-    if fit in modes:
-        settings["crop_mode"] = modes[fit]
+    settings["crop_mode"] = modes.get(metadata.get("reading", {}).get("fit"), "center")
     whole.pretrained_cfg.update(settings)
     save_for_hf(whole, str(folder), {"label_names": metadata["classes"]}, safe_serialization=True)
     print(describe_recall(run_dir))

@@ -88,7 +88,7 @@ def decode_once(cells: datasets.Dataset, shape: tuple[int, ...], read: Read, key
     Args:
         cells: rows of one column, datasets.Image(decode=False).
         shape: of what `read` returns.
-        key: everything the cached file depends on: the pictures' content and the way of reading.
+        key: the pictures' content and the way of reading, on which the file depends.
     """
     path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{digest(key)}.npy")
     report_path = path.with_suffix(".json")
@@ -122,9 +122,7 @@ def decode(blocks: Blocks, path: Path) -> dict[str, Any]:
         worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # else the seeds of the workers would be drawn from torch's
     )
-    all_problems: dict[int, str] = {}
-    all_forms = Counter[str]()
-    all_hashes, all_brightest = "", -1
+    report: dict[str, Any] = {"problems": {}, "forms": Counter(), "hashes": "", "brightest": -1}
     header = {"descr": "|u1", "fortran_order": False, "shape": (num_pictures, *blocks.shape)}
     with open(path, "wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
@@ -132,13 +130,8 @@ def decode(blocks: Blocks, path: Path) -> dict[str, Any]:
             loader, desc="decoding", leave=False, delay=1, disable=no_bar()
         ):
             file.write(values)
-            all_problems |= problems
-            all_forms += forms
-            all_hashes += hashes
-            all_brightest = max(all_brightest, brightest)
-    return {
-        "problems": all_problems,
-        "forms": dict(all_forms.most_common()),
-        "hashes": all_hashes,
-        "brightest": all_brightest,
-    }
+            report["problems"] |= problems
+            report["forms"] += forms
+            report["hashes"] += hashes
+            report["brightest"] = max(report["brightest"], brightest)
+    return report

@@ -62,10 +62,7 @@ def load_labelled(
             "folder and name the folder that holds them, or a column of metadata.csv with --label"
         )
     if not len(held_out.rows):
-        raise UsageError(
-            f"{where}: all {len(train.rows)} pictures look the same, or are too few to hold some "
-            "out"
-        )
+        raise UsageError(f"{where}: all {len(train.rows)} pictures look the same, or are too few")
     plan |= describe_classes(train.labels, held_out.labels, train.classes, "picture")
     plan |= describe_equal(train.hashes, held_out.hashes, "picture")
     sides = {side.decoded.path: side.decoded for side in (train, held_out)}.values()
