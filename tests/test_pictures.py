@@ -77,8 +77,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "layout, negative",
-    [*((layout, False) for layout in LAYOUTS), ("ClassLabel", True), ("transparent", True)],
+    "layout, negative", [*((layout, False) for layout in LAYOUTS), ("transparent", True)]
 )
 def test_a_layout_is_read_as_it_was_meant_and_its_files_alike_by_predict(
     layout, negative, tmp_path
