@@ -1,8 +1,7 @@
 """Rows of Parquet files by index, from anywhere, for data larger than the memory or the disk.
 
 All is in parquet.py: begin with ParquetRows, the data set; LaneOrder is the order in which its rows
-are drawn, and Cache what is kept on the disk. It uses the places and the orders of the core, and no
-other wing. Scripts import the names below from here.
+are drawn. It uses the places and the orders of the core, and no other wing.
 """
 
 from trainkit.fronts import hand_out
