@@ -101,9 +101,8 @@ class Frozen:
 class Registered:
     """What accelerator.register_for_checkpointing(...) was given, in its order.
 
-    Accelerate pickles such things, and unpickles whatever a file holds, which could execute code:
-    here their states are in registered.bin, equal on all processes. Raises UsageError if one could
-    not be loaded.
+    Accelerate would unpickle whatever a file holds: here their states are in registered.bin, equal
+    on all processes. Raises UsageError if one could not be loaded.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -130,16 +129,6 @@ class Registered:
             states = load_tree(folder / "registered.bin", self.accelerator.device)
             for thing, state in zip(self.things, states, strict=True):
                 thing.load_state_dict(state)
-
-    def check_kinds(self, saved: Sequence[str]) -> None:
-        """Raise UsageError if the things of a checkpoint are not those of this run."""
-        if [*saved] != self.kinds:
-            before, now = (", ".join(kinds) or "nothing" for kinds in (saved, self.kinds))
-            raise UsageError(
-                f"the checkpoint holds {before} of accelerator.register_for_checkpointing(...) and "
-                f"this run has registered {now}: register the same things in the same order, or "
-                "start anew without --resume"
-            )
 
     def check_late(self) -> None:
         """Raise RuntimeError if something was registered after run.begin(...)."""

@@ -3,16 +3,11 @@
 A part is the name of a file with what is in it: the tensors of a model or the averages of --ema by
 name, an optimizer, or a schedule. See Contents.parts.
 
-accelerator.save_state writes the parts of a run that is not sharded, but for the averages, which a
-hook writes. Of a sharded run each process writes the rows that it has to a file of its own, with
-torch.distributed.checkpoint, as safetensors: shard-00001-model-00001-of-00001 and so on. What is
-not a tensor (learning rates, counts) is in rest.bin. Any run reads either kind.
-
-Two calls of torch are not used. save(...) waits for the slowest disk in a collective, so that a
-disk that is slower than --timeout would be a lost process: here each process writes by itself, with
-the same planner and writer. get_state_dict(...) takes a step with gradients of zero to make the
-state of an optimizer, and names it by weights: here it has the numbers that an optimizer gives it,
-as in the files of save_state, so that either kind of run reads both.
+accelerator.save_state writes the parts of a run that is not sharded. Of a sharded run each process
+writes the rows that it has by itself, with the planner and writer of torch.distributed.checkpoint,
+whose save(...) would wait for the slowest disk in a collective. What is not a tensor (learning
+rates, counts) is in rest.bin. The state of an optimizer has the numbers that it has in the files of
+save_state, so that any run reads either kind.
 """
 
 import io
@@ -32,7 +27,6 @@ from torch.serialization import default_restore_location, safe_globals
 
 from trainkit.checkpoints.sharded import Tensors, rows_of
 from trainkit.errors import UsageError
-from trainkit.launch.environment import num_copies
 from trainkit.numbers.optim import weights_of
 from trainkit.repairs.private_names import (
     keystr,
@@ -141,15 +135,12 @@ def write_shards(accelerator: Accelerator, parts: Parts, folder: Path) -> None:
         else:
             state = part.state_dict()
             rest[name] = tree_map_with_path(lambda at, x, n=name: take(n + keystr(at), x), state)
-    of_copies = [0] * num_copies(accelerator.num_processes)  # numbers that each copy saves
     own: Tensors = {}
     for name, value in tensors.items():
-        copy = of_copies.index(min(of_copies))
         is_own = accelerator.is_main_process
-        if hasattr(value, "full_tensor"):
-            of_copies[copy] += value.numel()
+        if hasattr(value, "full_tensor"):  # the first of several copies of the model writes it
             mesh, is_empty = value.device_mesh, value.to_local().numel() == 0 < value.numel()
-            is_own = (mesh.ndim == 1 or mesh.get_local_rank(0) == copy) and not is_empty
+            is_own = (mesh.ndim == 1 or mesh.get_local_rank(0) == 0) and not is_empty
         if is_own:
             own[name] = value
     if accelerator.is_main_process:

@@ -80,7 +80,8 @@ class Checkpoints:
         self.tracker = tracker
         self.means = means
         self.contents = contents
-        self.fingerprint = json.loads(to_json(fingerprint, default=str))
+        registered = {"accelerator.register_for_checkpointing(...)": contents.registered.kinds}
+        self.fingerprint = json.loads(to_json(fingerprint | registered, default=str))
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
         self.time_limit = config.time_limit
         self.has_mirror = config.mirror is not None
@@ -149,7 +150,6 @@ class Checkpoints:
             "world": world_facts(self.accelerator),
             "sources": self.sources,
             "moved": [sorted(names) for names in self.contents.frozen.moved],
-            "registered": self.contents.registered.kinds,
         }
 
     def restore(self, progress: Progress) -> None:
@@ -223,8 +223,7 @@ class Checkpoints:
 
     def _load(self, folder: Path, trainer: dict[str, Any]) -> None:
         """Load what a checkpoint holds; a UsageError comes before any weight changes."""
-        accelerator, registered = self.accelerator, self.contents.registered
-        registered.check_kinds(trainer["registered"])
+        accelerator = self.accelerator
         self.contents.frozen.moved = [set(names) for names in trainer["moved"]]
         self.parts = self.contents.parts()
         if (folder / parts.REST).exists():  # a sharded run saved it
@@ -233,7 +232,7 @@ class Checkpoints:
             parts.read_whole(self.parts, folder)
         else:
             self._load_state(folder)
-        registered.load(folder)
+        self.contents.registered.load(folder)
 
     def _load_state(self, folder: Path) -> None:
         accelerator = self.accelerator
