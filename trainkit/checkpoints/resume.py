@@ -204,18 +204,6 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
     return trainer | {"progress": progress}
 
 
-def compare_sources(before: dict[str, str], now: dict[str, str]) -> Iterator[str]:
-    """Yield a sentence if source files differ from those that wrote a checkpoint.
-
-    Both are results of hash_sources(); `before` is empty for a new run.
-    """
-    if changed := sorted(name for name in now if before.get(name, now[name]) != now[name]):
-        yield (
-            f"{shorten(changed)} differs from what wrote this checkpoint: the run continues with "
-            "the code as it is now"
-        )
-
-
 def world_facts(accelerator: Accelerator) -> dict[str, Any]:
     """What may change on a resume; a change makes rounding differ."""
     return {
@@ -230,11 +218,23 @@ def world_facts(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def compare_worlds(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each difference between two results of world_facts(...)."""
-    for name in now:
-        if before.get(name, now[name]) != now[name]:
+def what_differs(
+    trainer: dict[str, Any], world: dict[str, Any], sources: dict[str, str]
+) -> Iterator[str]:
+    """Yield a sentence for each difference between a checkpoint and what goes on with it now.
+
+    trainer is empty for a new run.
+    """
+    before = trainer.get("world", world)
+    for name in world:
+        if before[name] != world[name]:
             yield (
-                f"{name} was {before[name]!r} and is {now[name]!r}: the run continues at the same "
-                "sample, but bits may differ from here"
+                f"{name} was {before[name]!r} and is {world[name]!r}: the run continues at the "
+                "same sample, but bits may differ from here"
             )
+    before = trainer.get("sources", sources)
+    if changed := sorted(n for n in sources if before.get(n, sources[n]) != sources[n]):
+        yield (
+            f"{shorten(changed)} differs from what wrote this checkpoint: the run continues with "
+            "the code as it is now"
+        )

@@ -33,9 +33,8 @@ from trainkit.checkpoints.mirror import Mirror, open_mirror
 from trainkit.checkpoints.resume import (
     abandon_later,
     choose,
-    compare_sources,
-    compare_worlds,
     read_same_run,
+    what_differs,
     world_facts,
 )
 from trainkit.checkpoints.sharded import rows_of
@@ -210,8 +209,7 @@ class Checkpoints:
             if accelerator.is_main_process:
                 # The run continues from this checkpoint. Rows are truncated only after later
                 # checkpoints are renamed: if this is killed halfway, "auto" can still resume.
-                said += compare_worlds(trainer.get("world", {}), world_facts(accelerator))
-                said += compare_sources(trainer.get("sources", {}), self.sources)
+                said += what_differs(trainer, world_facts(accelerator), self.sources)
                 said += abandon_later(self.directory, progress.step, path)
                 self.tracker.truncate(trainer["rows"] if path else 0)
                 sync(self.directory.parent)
