@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from trainkit.errors import UsageError
 from trainkit.hashes import digest, digest_file
@@ -83,7 +83,7 @@ def held_in_memory(dataset: Any) -> Iterator[str] | None:
     """Texts that cover all of a set which is held in memory; None for other sets.
 
     Such are lists, tuples, tensors, arrays, TensorDataset, datasets.Dataset up to 4 GiB without
-    pictures or sounds, and what Subset and ConcatDataset make of them; not np.memmap.
+    pictures or sounds, and what Subset, ConcatDataset and StackDataset make of them; not np.memmap.
     """
     if type(dataset) in (list, tuple):
         return _texts(dataset)
@@ -97,6 +97,9 @@ def held_in_memory(dataset: Any) -> Iterator[str] | None:
         return _joined([dataset.dataset], text_of([int(index) for index in dataset.indices]))
     if type(dataset) is ConcatDataset:
         return _joined(dataset.datasets, "")
+    if type(dataset) is StackDataset:
+        sets = dataset.datasets
+        return _joined([*sets.values()] if isinstance(sets, dict) else sets, "")
     return None
 
 
