@@ -87,7 +87,7 @@ def raise_together(
 
 
 def on_main(accelerator: Accelerator, what: str, call: Callable[[], Any]) -> list[Any]:
-    """Call in a thread of the main process, and return [the result] there, [] on the others.
+    """Call in a thread of the main process; return [the result] there, [] on the others.
 
     Every process must call this, and waits however long it takes; what it raises is raised on all.
     """

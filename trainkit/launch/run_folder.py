@@ -31,9 +31,7 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> "Lock | None":
     that run is moved aside to `RUN_DIR.1`, `.2`, ...; nothing is deleted. Every process must call
     this, and a UsageError is raised on all of them.
     """
-    run_dir = config.run_dir
-    held = None
-    moved_to = None
+    run_dir, held, moved_to = config.run_dir, None, None
     with failing_together(accelerator, f"--run-dir {run_dir} cannot be used"):
         if accelerator.is_main_process:
             real = run_dir.resolve()  # a link stays where it is, also if what it leads to is moved

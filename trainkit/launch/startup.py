@@ -155,10 +155,7 @@ def refuse_pickled_code() -> None:
 
 
 def compute_float32_in_full() -> None:
-    """Compute float32 in full: torch lets convolutions on a GPU round to TF32, which has 10 bits.
-
-    For speed choose a bf16 YAML, which is faster than TF32 and names its precision.
-    """
+    """Compute float32 in full: by default convolutions on a GPU round to TF32, of 10 bits."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
@@ -168,12 +165,11 @@ def same_bits() -> Iterator[None]:
     """In the body torch uses only algorithms that give the same bits each time, or raises."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     were_on = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(were_on, warn_only=only_warns)
+        torch.use_deterministic_algorithms(were_on)
 
 
 def attend_without_cudnn() -> None:
@@ -186,10 +182,7 @@ def attend_without_cudnn() -> None:
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM when its launcher dies, so that the run saves and ends.
-
-    Only under a launcher, because `nohup python train_mnist.py &` must outlive its shell.
-    """
+    """Send this process SIGTERM when its launcher dies, so that the run saves and ends."""
     if sys.platform == "linux" and ("TORCHELASTIC_RUN_ID" in os.environ or by_accelerate()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

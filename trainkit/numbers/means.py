@@ -156,10 +156,7 @@ class RunningMeans:
         return divide(prefix, window)
 
     def compute(self, prefix: str) -> dict[str, float]:
-        """PREFIX_NAME: the means of the epoch so far. Every process must call this.
-
-        It flushes nothing, so an evaluation does not change the rounding of later means.
-        """
+        """PREFIX_NAME: the means of the epoch so far. Every process must call this."""
         window = self._window()
         return divide(prefix, {name: self.totals[name] + window[name] for name in window})
 
@@ -188,10 +185,7 @@ class RunningMeans:
             self.counts[name] = int(count) if count.item().is_integer() else count.item()
 
     def _row(self) -> torch.Tensor:
-        """Sum and count of each name, sorted by name.
-
-        Every process must call this. Raises RuntimeError if their names differ.
-        """
+        """Sum and count of each name, sorted by name. Every process must call this."""
         names = sorted(self.totals)
         if self.accelerator.num_processes > 1:
             everybody = self.gather([names])

@@ -220,10 +220,7 @@ def without_loss_scale(accelerator: Accelerator, hide: bool) -> Iterator[None]:
 
 
 def take_registered(accelerator: Accelerator) -> list[Any]:
-    """Return what accelerator.register_for_checkpointing(...) was given since the last call.
-
-    Accelerate no longer knows of it, so that save_state does not pickle it.
-    """
+    """Return what was registered for checkpoints; Accelerate forgets it, and does not pickle it."""
     things = accelerator._custom_objects
     accelerator._custom_objects = []
     return things
