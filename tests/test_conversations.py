@@ -112,7 +112,6 @@ CALLING = {"from": "gpt", "value": None, "tool_calls": json.dumps([CALL])}
         (chat(user("say"), says("ok", weight=0), user("say"), says("ok")), "ok<end>" + ONCE),
         (chat(user("say"), says("ok<end>\n")), ONCE),
         (chat(user(PARTS), says(PARTS)), ONCE.replace("say", "ok")),
-        (chat(user("say"), says("", tool_calls=[CALL])), CALLED),
         (chat(user("say"), says("", tool_calls=[IN_JSON])), CALLED),
         (chat(user("say"), says(None, function_call=IN_JSON["function"])), CALLED),
         (chat(says("ok"), user("say"), says("ok")), r"^<user>assistant\n[[ok<end>]]" + ONCE),
@@ -156,7 +155,6 @@ def refuse(row, said, template=AS_VALUES):
         ),
         refuse(chat(user("say"), says("ok", weight=0.5)), "the weight 0.5: only 0 and 1"),
         refuse(chat(user([{"type": "image_url"}]), says("ok")), "a turn holds image_url"),
-        refuse(PAIR | {"system": 5}, "has no text"),
         refuse(PAIR | {"label": False}, "its label is false"),
         refuse(PAIR | {"images": ["a"]}, "has images, and only texts"),
         refuse(PAIR | {"chosen": "ok"}, "it has chosen: examples/preference.py"),
@@ -164,7 +162,6 @@ def refuse(row, said, template=AS_VALUES):
         refuse({"prompt": "say"}, "its columns are prompt: rename them to messages"),
         refuse({"prompt": "say", "completion": None}, "it has no text and no turns, but None"),
         refuse([1], "its columns are none"),
-        refuse({"conversations": [CALLING | {"tool_calls": "{"}]}, "calls of tools are not JSON"),
         refuse(
             chat(says("", tool_calls=[{"function": {"name": "run", "arguments": "ls -la"}}])),
             "arguments of a call of a tool are not JSON: 'ls -la'",
@@ -173,11 +170,6 @@ def refuse(row, said, template=AS_VALUES):
             chat(user("say"), says("", tool_calls=[CALL])),
             "writes the arguments of a call as Python does, .'cmd': 'ls'.",
             CHATML.replace("CALL", "t.function.name ~ t.function.arguments"),
-        ),
-        refuse(
-            chat(user("say"), says("", tool_calls=[CALL])),
-            "can only concatenate str",
-            CHATML.replace("CALL", "t.function.name + t.function.arguments"),
         ),
         refuse(chat(*PAIR["prompt"] * 2, says("ok")), "no chat template", None),
         refuse(chat(*PAIR["prompt"] * 2, says("ok")), "must alternate", ALTERNATES),
@@ -208,7 +200,6 @@ def test_rows_of_which_nothing_is_learned_are_refused(make, row):
             {"truncated": "3 of 3 samples, to --max-tokens 64"},
         ),
         (TOOLS, PAIR | {"tools": [CALL["function"]]}, {"first": "^run<"}),
-        (AS_VALUES, PAIR | {"tools": "[{}]"}, {}),
         (
             AS_VALUES.replace("m.content", "(m.reasoning_content or '') + m.content"),
             chat(user("say"), says("ok", reasoning_content="so")),

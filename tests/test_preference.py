@@ -118,21 +118,17 @@ def test_numbers_of_the_base_are_computed_once_and_another_base_is_refused(
     model.lm_head.weight.data.mul_(2)
     for each in (model, preference.load_data(parse(preference.Config, flags)).tokenizer):
         each.save_pretrained(tmp_path / "other")
-    others = (
-        (r"metadata\[reference]", "--base", tmp_path / "other"),
-        ("max_tokens", "--max-tokens", 40),
-    )
-    for number, (name, *more) in enumerate(others, 2):
-        with refused(f"belongs to another run: ({name}|data is)"):
-            run_main("examples.preference", *flags, "--resume", "latest", *more)
-        assert len([*kept.parent.iterdir()]) == number
+    more = ["--resume", "latest", "--base", tmp_path / "other"]
+    with refused(r"belongs to another run: (metadata\[reference]|data is)"):
+        run_main("examples.preference", *flags, *more)
+    assert len([*kept.parent.iterdir()]) == 2
 
 
 def test_pairs_are_compared_to_the_base_as_its_numbers_of_4_bits(run_main, flags, tmp_path):
     pytest.importorskip("bitsandbytes")
-    run_main("examples.preference", *flags, *FOUR_BITS, "--run-dir", tmp_path)
-    losses = logged_losses(tmp_path)
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and len(losses) == 12
+    more = ["--stop-after-steps", 1, "--run-dir", tmp_path]
+    run_main("examples.preference", *flags, *FOUR_BITS, *more)
+    assert logged_losses(tmp_path) == pytest.approx([math.log(2)], abs=1e-6)
 
 
 def test_dropout_of_the_base_is_off_and_written_as_it_was(flags, tmp_path):
@@ -244,7 +240,6 @@ def warned(chosen, rejected, base_chosen, base_rejected, num_tokens):
     "logps, num_tokens, said",
     [
         ((-12, -9, -7, -7), 22, "^chosen answers .* is -12, by the base -7: try --sft-weight"),
-        ((-7.9, -9, -7, -7), 22, ""),  # a small change
         # Measured: right answers 40 of 40 by the base, 15 without a weight, 38 with 0.2, 40 with 1.
         (
             (-19.1, -10.2, -78.2, -0.43),
@@ -252,10 +247,7 @@ def warned(chosen, rejected, base_chosen, base_rejected, num_tokens):
             "^neither .* is -19.1 and of rejected -10.2, by the base -78.2 and -0.43: try",
         ),
         ((-32, -0.88, -78.2, -0.43), 22, ""),  # it still gives rejected, as before
-        ((-9.61, -10.2, -78.2, -0.43), 22, ""),
-        # Long answers, of which the base gave neither; both fall a little, and a lot.
-        ((-300, -320, -305, -290), 250, ""),
-        ((-480, -500, -500, -290), 250, "^neither answer is likely any more"),
+        ((-300, -320, -305, -290), 250, ""),  # of long answers the base gave neither
     ],
 )
 def test_answers_that_became_unlikely_are_said_and_a_small_change_is_none(logps, num_tokens, said):

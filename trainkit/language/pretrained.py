@@ -106,10 +106,9 @@ def add_adapter(model: Any, rank: int) -> Any:
 def fit_to_data(accelerator: Accelerator, model: Any, sets: Any) -> None:
     """Let generate stop after the token that ends an answer, here and in the written folder.
 
-    Raises UsageError if the embedding has no row for a token of these sets, or if the model does
-    not keep packed samples apart. Every process must call this, before accelerator.prepare.
-
-    sets: what load_chats or load_pairs returns.
+    Raises UsageError if the embedding has no row for a token of these sets, of load_chats or
+    load_pairs, or if the model does not keep packed samples apart. Every process must call this,
+    before accelerator.prepare.
     """
     remedy = (
         "take a tokenizer without it, or give examples/finetune.py --resize-embeddings, which "
