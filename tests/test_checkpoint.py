@@ -214,8 +214,8 @@ def test_no_file_of_a_checkpoint_is_executed(saved, tmp_path, kind, monkeypatch)
             (state / "model.safetensors").unlink()
         if name != "../MANIFEST.json":
             reforge(step(saved, 3))
-        # No run reads random states; some read a scaler, what was registered, or shards.
-        unread = name.startswith(("random_states", "scaler", "registered", "shard"))
+        # No run reads random states; some read a scaler, or shards.
+        unread = name.startswith(("random_states", "scaler", "shard"))
         with ExitStack() if unread else pytest.raises(UsageError):
             Run(saved).checkpoints.resume(str(step(saved, 3)))
         assert not mark.exists(), name
@@ -320,8 +320,7 @@ def strictly(text: str) -> Any:
 def test_what_json_lacks_is_written_as_null_and_inf_and_comes_back(tmp_path):
     run = Run(tmp_path)
     run.checkpoints.fingerprint |= strictly(to_json({"clip_norm": math.inf, "x": math.nan}))
-    run.progress.state = {"best": -math.inf, "worst": [math.nan], "name": "inf"}
-    run.progress.state |= {"as": {"float": "nan"}, "of": [{"float": {"float": math.inf}}]}
+    run.checkpoints.state.values |= {"best": -math.inf, "worst": [math.nan], "name": "inf"}
     run.progress.metrics = {"eval_loss": math.nan}
     run.train(1)
     run.tracker.log({"eval_loss": math.nan, "eval_top": math.inf}, step=1)

@@ -277,9 +277,9 @@ MISTAKES = {
         lambda s: s.run.begin((s.one, s.two), {"classes": {1}}),
         "the metadata of run.begin.* holds 'classes'",
     ),
-    "before_the_evaluation: a state that JSON does not hold": (
-        lambda s: s.run.state.update(x={0: 1}),
-        "run.state holds 'x': {0: 1}, which JSON does not preserve: use strings as keys",
+    "before_the_evaluation: a state that no checkpoint holds": (
+        lambda s: s.run.state.update(x=[{1}]),
+        r"run.state\['x'\]\[0\] is a set, which cannot be saved without pickle",
     ),
     "after_the_epoch: a schedule steps": (
         lambda s: s.schedules[0].scheduler.step(),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainkit.checkpoints.content import hash_fixed, text_of
 from trainkit.checkpoints.parts import Parts, check_loadable, load_tree
 from trainkit.checkpoints.sharded import Tensors, frozen, state_of
+from trainkit.checkpoints.state import State, where_apart
 from trainkit.errors import RunFailure, UsageError
 from trainkit.hashes import digest
 from trainkit.repairs.private_names import (
@@ -99,7 +100,7 @@ class Frozen:
 
 
 class Registered:
-    """What accelerator.register_for_checkpointing(...) was given, in its order.
+    """What accelerator.register_for_checkpointing(...) was given, in its order, and run.state.
 
     Accelerate would unpickle whatever a file holds: here their states are in registered.bin, equal
     on all processes. Raises UsageError if one could not be loaded.
@@ -109,7 +110,8 @@ class Registered:
         self.accelerator = accelerator
         self.things = take_registered(accelerator)
         self.kinds = [type(thing).__name__ for thing in self.things]
-        for kind, state in zip(self.kinds, self.states(), strict=True):
+        self.state = State()
+        for kind, state in zip(self.kinds, self.states(), strict=False):
             what = f"the state_dict() of the {kind}, registered with "
             what += "accelerator.register_for_checkpointing(...),"
             check_loadable(state, what)
@@ -120,15 +122,17 @@ class Registered:
                 )
 
     def states(self) -> list[Any]:
-        """The state of each. Every process must call this: it may be a sum of theirs."""
-        return [thing.state_dict() for thing in self.things]
+        """The state of each, run.state last.
+
+        Every process must call this: it may be a sum of theirs.
+        """
+        return [thing.state_dict() for thing in (*self.things, self.state)]
 
     def load(self, folder: Path) -> None:
         """Give each its state of a checkpoint."""
-        if self.things:
-            states = load_tree(folder / "registered.bin", self.accelerator.device)
-            for thing, state in zip(self.things, states, strict=True):
-                thing.load_state_dict(state)
+        states = load_tree(folder / "registered.bin", self.accelerator.device)
+        for thing, state in zip((*self.things, self.state), states, strict=True):
+            thing.load_state_dict(state)
 
     def check_late(self) -> None:
         """Raise RuntimeError if something was registered after run.begin(...)."""
@@ -188,10 +192,13 @@ class Contents:
         holds for all processes differs between them, and UsageError if a resume could not load it.
         """
         self._check_loadable()
+        self.registered.state.check()
         moved = [marks.changed() for marks in self.frozen.marks]
-        own = (moved, self._changed_fixed(), self._hashes(moved))
-        everybody = gather_object([own]) if self.accelerator.num_processes > 1 else [own]
-        for theirs, changed, hashes in everybody:
+        is_one = self.accelerator.num_processes == 1
+        state_hash = "" if is_one else self.registered.state.hash()
+        own = (moved, self._changed_fixed(), state_hash, self._hashes(moved))
+        everybody = [own] if is_one else gather_object([own])
+        for theirs, changed, state, hashes in everybody:
             if changed:
                 raise RunFailure(
                     f"fixed[{changed!r}] of run.begin(...) has changed, and no checkpoint holds "
@@ -199,13 +206,15 @@ class Contents:
                     "accelerator.register_for_checkpointing(...) with it before run.begin(...); if "
                     "its own forward pass does, as with BatchNorm, call .eval() on it"
                 )
-            if differing := dict(everybody[0][2].items() ^ hashes.items()):
+            if differing := dict(everybody[0][3].items() ^ hashes.items()):
                 raise RunFailure(
                     f"{min(differing)} differs between processes, and a checkpoint holds one of "
                     "them: change it by the same numbers on all processes, and put BatchNorm in "
                     "it, whose running means are those of a share of the batch, into evaluation "
                     "mode after model.train()"
                 )
+            if state != everybody[0][2]:
+                raise RunFailure(where_apart(gather_object([self.registered.state.entries()])))
             for known, names in zip(self.frozen.moved, theirs, strict=True):
                 known |= names
 
@@ -227,7 +236,7 @@ class Contents:
 
     def _hashes(self, moved: Sequence[set[str]]) -> dict[str, str]:
         """Of what a checkpoint holds once for all processes, by what messages call it."""
-        states = zip(self.registered.kinds, self.registered.states(), strict=True)
+        states = zip(self.registered.kinds, self.registered.states(), strict=False)
         held = {f"the registered {kind} (number {n})": x for n, (kind, x) in enumerate(states)}
         for n, (marks, names) in enumerate(zip(self.frozen.marks, moved, strict=True)):
             for name in names:

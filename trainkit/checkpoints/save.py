@@ -11,7 +11,6 @@ which nothing depends; the count of micro-batches, which is 0 between two steps;
 ("fused", "foreach") of a parameter group, which this run's YAML chooses.
 """
 
-import copy
 import json
 import sys
 import time
@@ -38,6 +37,7 @@ from trainkit.checkpoints.resume import (
     world_facts,
 )
 from trainkit.checkpoints.sharded import rows_of
+from trainkit.checkpoints.state import State
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
 from trainkit.hashes import digest_file
@@ -54,7 +54,6 @@ from trainkit.store.jsons import to_json
 from trainkit.store.log import JsonlTracker
 from trainkit.store.manifest import step_name
 from trainkit.store.weights import read_weights
-from trainkit.text import check_json
 
 
 class Checkpoints:
@@ -89,8 +88,8 @@ class Checkpoints:
         for optimizer in prepared_optimizers(accelerator):
             keep_when_loading(optimizer.optimizer)
         self.saved_step = -1  # the step of the newest checkpoint
-        # Of a resume in the middle of an epoch: the checkpoint, its trainer.json and run.state.
-        self.loaded: tuple[Path, dict[str, Any], dict[str, Any]] | None = None
+        # Of a resume in the middle of an epoch: the checkpoint and its trainer.json.
+        self.loaded: tuple[Path, dict[str, Any]] | None = None
         self.parts: parts.Parts = {}  # of the checkpoint that is being written or read
         before_save = partial(parts.before_save, lambda: self.parts, accelerator.is_main_process)
         accelerator.register_save_state_pre_hook(before_save)
@@ -101,10 +100,8 @@ class Checkpoints:
 
         This returns when the files are written. A thread makes them durable and gives the
         checkpoint its name, for which the next save waits. Raises RunFailure on all processes if
-        any of them fails, or if the previous save did, and RuntimeError if run.state does not
-        survive a round trip through JSON. Older checkpoints are not touched.
+        any of them fails, or if the previous save did. Older checkpoints are not touched.
         """
-        check_json("run.state", progress.state)
         if progress.step == self.saved_step:
             return  # same weights; a resume repeats what was done since, for example an evaluation
         self.contents.check()
@@ -132,7 +129,7 @@ class Checkpoints:
                     parts.write_shards(accelerator, self.parts, temporary / "state")
                 else:
                     accelerator.save_state(temporary / "state")
-                if registered and accelerator.is_main_process:
+                if accelerator.is_main_process:
                     torch.save(registered, temporary / "state" / "registered.bin")
             finally:
                 wait_for_all(accelerator, self.time_limit)  # a slow disk is no lost process
@@ -151,7 +148,12 @@ class Checkpoints:
             "moved": [sorted(names) for names in self.contents.frozen.moved],
         }
 
-    def restore(self, progress: Progress) -> None:
+    @property
+    def state(self) -> State:
+        """What the script carries: run.state."""
+        return self.contents.registered.state
+
+    def restore(self) -> None:
         """Undo what the script did at the start of an epoch in whose middle this run was resumed.
 
         It does there what it does at the start of each epoch, such as copying a network, and the
@@ -159,10 +161,8 @@ class Checkpoints:
         """
         if self.loaded is None:
             return
-        path, trainer, state = self.loaded
+        path, trainer = self.loaded
         self.loaded = None
-        progress.state.clear()
-        progress.state.update(state)
         with failing_together(self.accelerator, f"{path} cannot be loaded"):
             self._load(path / "state", trainer)
 
@@ -204,7 +204,7 @@ class Checkpoints:
                 self.means.load(trainer["sums"])
                 self.saved_step = progress.step
                 if progress.metrics_step != progress.step:
-                    self.loaded = path, trainer, copy.deepcopy(progress.state)
+                    self.loaded = path, trainer
         with failing_together(accelerator, f"cannot resume from {self.directory}"):
             if accelerator.is_main_process:
                 # The run continues from this checkpoint. Rows are truncated only after later

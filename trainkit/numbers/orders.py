@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -83,7 +82,6 @@ class Progress:
     best_name: str | None = None  # its name and direction, for example "eval_loss:min"
     num_worse: int = 0  # evaluations since the best one
     ended: bool = False  # by run.stop() or --patience, whether or not epochs are left
-    state: dict[str, Any] = field(default_factory=dict)  # run.state, which belongs to the script
 
 
 class Length:

@@ -110,14 +110,14 @@ class Prepared:
         fix_bucket_order(*self.wrapped)
         self.requires_grad = self._requires_grad()
         self.layers = [*self._layers()]
-        self.saved: str | None = None  # schedules and run.state as in the checkpoint
+        self.saved: list[Any] | None = None  # where the schedules are in the checkpoint
 
-    def note(self, state: dict[str, Any]) -> None:
-        """Remember the schedules and run.state, which must not change until the next step."""
-        self.saved = self._schedules_and(state)
+    def note(self) -> None:
+        """Remember where the schedules are, which must not change until the next step."""
+        self.saved = self._positions()
 
-    def check_unchanged(self, state: dict[str, Any]) -> None:
-        """Raise RuntimeError if requires_grad, train mode, a schedule or run.state was changed."""
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if requires_grad, train mode or a schedule was changed."""
         if self.requires_grad != self._requires_grad():
             raise RuntimeError(
                 "requires_grad of a weight, or the groups of an optimizer, were changed after "
@@ -139,10 +139,10 @@ class Prepared:
                 "a model is in evaluation mode: call model.train() before run.steps(...), then "
                 "eval() on the layers that should stay in it"
             )
-        if self.saved not in (None, self._schedules_and(state)):
+        if self.saved not in (None, self._positions()):
             raise RuntimeError(
-                "a learning rate schedule was stepped, or run.state changed, after run.save() or "
-                "run.end_epoch(...), so the checkpoint lacks the change: do that before"
+                "a learning rate schedule was stepped after run.save() or run.end_epoch(...), so "
+                "the checkpoint lacks the change: do that before"
             )
 
     def _layers(self) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
@@ -154,7 +154,6 @@ class Prepared:
     def _requires_grad(self) -> list[bool]:
         return [weight.requires_grad for weight in weights_of(*self.optimizers)]
 
-    def _schedules_and(self, state: dict[str, Any]) -> str:
+    def _positions(self) -> list[Any]:
         schedules = prepared_schedulers(self.accelerator)
-        positions = [getattr(wrapped.scheduler, "last_epoch", None) for wrapped in schedules]
-        return repr((positions, state))
+        return [getattr(wrapped.scheduler, "last_epoch", None) for wrapped in schedules]

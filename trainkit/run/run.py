@@ -6,6 +6,7 @@ It passes one value for each sample (or token), and Run computes the means over 
 micro-batches. Run never calls the model, backward or step, and never looks into a batch.
 """
 
+import copy
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 from trainkit.checkpoints.contents import Contents, Frozen
 from trainkit.checkpoints.resume import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
+from trainkit.checkpoints.state import Mark
 from trainkit.config import TrainingConfig
 from trainkit.errors import EXIT_STOPPED
 from trainkit.launch.processes import start_beating, wait_for_all
@@ -64,6 +66,8 @@ class Run:
         self.project = project
         self.stage = "new"
         self.resources = ExitStack()
+        self.state_mark: Mark | None = None  # of run.state when it had to stay as it was
+        self.may_change_state = False  # before run.steps(...): starts_epoch was asked for, and true
 
     def __enter__(self) -> "Run":
         need(self, "`with run`", "new")
@@ -180,9 +184,27 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """A dict for the script, JSON, equal on all processes; saved, and restored by begin()."""
+        """What the script carries besides weights: saved, and restored by begin().
+
+        A dict of numbers, texts, None, tensors, arrays, lists, tuples, deques and dicts. A resume
+        gives them back as they were, and puts the content of a list or tensor into the one that is
+        there, so that a name for it stays right. It must be equal on all processes, which is
+        compared at each save, and may change before run.epochs(), inside `if run.starts_epoch:`,
+        in a step before run.end_step(), and before run.end_epoch(...).
+        """
         need(self, "run.state", "ready", "epoch", *IN_BATCH, "trained", "over")
-        return self.progress.state
+        return self.checkpoints.state.values
+
+    @property
+    def starts_epoch(self) -> bool:
+        """Whether an epoch begins here, before run.steps(...); False where a resume continues one.
+
+        What is made from the weights at the start of an epoch is made inside `if run.starts_epoch:`
+        and kept in run.state.
+        """
+        need(self, "run.starts_epoch", "epoch")
+        self.may_change_state = self.progress.step_in_epoch == 0
+        return self.may_change_state
 
     @allowed("ready")
     def epochs(self) -> Iterator[int]:
@@ -190,12 +212,24 @@ class Run:
 
         The body must run steps() to its end and then call end_epoch(). stop() ends the run early.
         """
+        self.checkpoints.state.put_back()  # what the script has set since, for a new run
         while not self.length.is_over(self.progress) or self.length.must_evaluate(self.progress):
             wait_for_all(self.accelerator, self.config.time_limit)
+            self._check_state("run.end_epoch(...)", "or inside `if run.starts_epoch:` after it")
+            self.state_mark = self.checkpoints.state.mark()
+            self.may_change_state = False
             self._seed("in epoch", self.progress.epoch)
             self.stage = "epoch"
             yield self.progress.epoch
             need(self, "the next epoch", "ready")
+
+    def _check_state(self, call: str, remedy: str) -> None:
+        """Raise RuntimeError if run.state was changed where a resume would lose or repeat that."""
+        if self.state_mark and self.checkpoints.state.has_changed(self.state_mark):
+            raise RuntimeError(
+                f"run.state was changed after {call}, and a resume would lose or repeat that: do "
+                f"it before, {remedy}"
+            )
 
     @allowed("epoch")
     def steps(self, loader: DataLoader, count: CountValues | None = None) -> Iterator[Any]:
@@ -215,13 +249,15 @@ class Run:
         progress = self.progress
         num_done = self.length.num_done(progress)
         batches = check_loader(self.accelerator, loader, "run.steps(...)", to_train=True)
-        self.prepared.check_unchanged(progress.state)
+        self.prepared.check_unchanged()
+        if not self.may_change_state:
+            self._check_state("the start of an epoch", "or inside `if run.starts_epoch:`")
         self.checkpoints.contents.registered.check_late()
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
         self.step.loop.start_steps()
         with self.ema.trained_weights(), batches.read_by_run():
-            self.checkpoints.restore(progress)
+            self.checkpoints.restore()
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
                 yield from self._steps_to_evaluation(loader, count)
             self.step.check_weights()
@@ -229,6 +265,8 @@ class Run:
             self.log.stop()
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
                 self.checkpoints.save(progress)
+            else:  # a signal in the evaluation saves this: a resume repeats what comes after it
+                self.state_after_steps = copy.deepcopy(self.checkpoints.state.values)
         self.log.start_evaluation()
         self._seed("in evaluation", progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
@@ -256,7 +294,8 @@ class Run:
                 yield micro_batch
                 need(self, "the next batch", "counted")
             if before < progress.step == self.checkpoints.saved_step:  # fp16 may have skipped it
-                self.prepared.check_unchanged(progress.state)
+                self.prepared.check_unchanged()
+                self._check_state("run.save()", "or in the next step")
             if length.is_over(progress) or length.must_evaluate(progress):
                 break
         loader.end()  # tells Accelerate that this loader is not read further
@@ -300,6 +339,32 @@ class Run:
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
         """The rows of the whole batch, and where this process's rows start: see Step.gather."""
         return self.step.gather(rows)
+
+    @allowed(*IN_BATCH)
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of `values`, (samples, ...), over all samples of the step, as (...).
+
+        It is the same on every process, has no gradient, and padding counts nothing: run.state may
+        follow it. With --accumulate it is that of the whole step, so call it in each micro-batch,
+        and use what it returns inside `if accelerator.sync_gradients:`; before that any use of it
+        raises RuntimeError.
+        """
+        return self.step.mean_of_samples(values)
+
+    @allowed(*IN_BATCH)
+    def put(self, table: Tensor, index: Tensor, rows: Tensor) -> None:
+        """Write a row for each sample of the batch, of all processes, into a table of run.state.
+
+        It is for what belongs to samples or streams, such as hidden states: every process has the
+        whole table, so another number of processes can go on with it. Call it in each micro-batch.
+
+        Args:
+            table: (rows, ...), equal on all processes.
+            index: (samples,), int64, the row of the table for each sample of this process's batch;
+                of a row that comes twice the last one counts.
+            rows: (samples, ...), what is written there, without its gradient.
+        """
+        self.step.put(table, index, rows)
 
     @allowed(*IN_BATCH)
     def add(self, mask: Selection = None, weights: Selection = None, **values: Tensor) -> None:
@@ -363,7 +428,7 @@ class Run:
         with self.ema.trained_weights():
             self.step.check_weights()
             self.checkpoints.save(self.progress)
-        self.prepared.note(self.progress.state)
+        self._note()
         if self.signals.stopping:
             self.checkpoints.commits.wait()
             self.checkpoints.wait_for_mirror(self.config.timeout)
@@ -399,6 +464,8 @@ class Run:
         if is_dry:
             self._end_dry_run("a batch of the evaluation")
         if self.signals.stopping:
+            if self.checkpoints.saved_step != self.progress.step:
+                self.checkpoints.state.values = self.state_after_steps
             self.stage = "must save"
             self.save()
         return collected
@@ -419,7 +486,7 @@ class Run:
         if self.config.dry_run:
             self._end_dry_run("an evaluation")
         progress, length = self.progress, self.length
-        check_json("run.state", progress.state)
+        self.checkpoints.state.check()
         predicted = check_predictions(predictions, metadata or {})
         num_done = length.num_done(progress)
         if progress.step_in_epoch == length.steps_per_epoch:
@@ -441,7 +508,12 @@ class Run:
         if unknown_metric:  # raised after saving, so that the epoch is not lost
             self.checkpoints.commits.wait()
             raise unknown_metric
-        self.prepared.note(progress.state)
+        self._note()
+
+    def _note(self) -> None:
+        """Remember what must not change until the next step or epoch."""
+        self.prepared.note()
+        self.state_mark = self.checkpoints.state.mark()
 
     def finish(self, next_command: str = "") -> dict[str, float]:
         """Write weights, pictures and, last, DONE; return the metrics of the last evaluation.

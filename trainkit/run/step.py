@@ -18,6 +18,7 @@ from trainkit.numbers.loaders import share_of_batch
 from trainkit.numbers.means import (
     CountValues,
     Divisors,
+    SampleMeans,
     Selection,
     exact_type,
     select,
@@ -72,6 +73,7 @@ class Step:
         self.num_evaluated: int | None = None
         self.losses: list[torch.Tensor] = []
         self.divisors = Divisors(accelerator, config.accumulate)
+        self.sample_means = SampleMeans(accelerator)
         self.sizes = EqualSizes()
         self.clipped: set[torch.optim.Optimizer] = set()
         self.stepped: set[torch.optim.Optimizer] = set()
@@ -88,6 +90,7 @@ class Step:
         self.norms = {}
         self.number = progress.step + 1
         self.num_done_in_step = 0
+        self.sample_means.sums = []
         # A short step may have fewer: what a script adds to the loss keeps its weight.
         self.accelerator.gradient_accumulation_steps = self.num_micro_batches
         self.sizes.num_steps += 1
@@ -117,6 +120,7 @@ class Step:
         # of processes and micro-batches. Samples that are made meanwhile reseed those of the host.
         seed_generators(device, key("batch", *self.seed_key, first))
         self.losses = []
+        self.sample_means.number = 0
 
     def rows_of(self, rank: int, num_done_in_step: int) -> tuple[int, int]:
         """Return where the rows of a process start in a micro-batch, and their number."""
@@ -286,10 +290,37 @@ class Step:
                 "batch with each other, and a micro-batch is not one: use --accumulate 1"
             )
         check_rows("run.gather(...)", rows, self.num_samples)
-        ranks = range(self.accelerator.num_processes)
-        starts, nums = zip(*(self.rows_of(rank, 0) for rank in ranks), strict=True)
+        starts, nums = self._shares()
         first = min(starts[self.accelerator.process_index], self.num_in_step - 1)
         return processes.gather_rows(rows[: self.num_samples], nums), first
+
+    def _shares(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Where the rows of each process start in this micro-batch, and how many it has."""
+        ranks = range(self.accelerator.num_processes)
+        pairs = [self.rows_of(rank, self.num_done_in_step) for rank in ranks]
+        return [start for start, _ in pairs], [num for _, num in pairs]
+
+    def mean_of_samples(self, values: torch.Tensor) -> torch.Tensor:
+        """See Run.mean."""
+        self.sizes.check("run.mean(...)", values, self.num_samples, self.sample_means.number)
+        return self.sample_means.mean(
+            values[: self.num_samples], self.num_micro_batches, self.num_in_step
+        )
+
+    def put(self, table: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
+        """See Run.put."""
+        for values in (index, rows):
+            check_rows("run.put(...)", values, self.num_samples)
+        _, nums = self._shares()
+        with torch.no_grad():
+            index, rows = (
+                processes.gather_rows(values.detach()[: self.num_samples], nums).to(table.device)
+                for values in (index, rows)
+            )
+            # Of a row that comes twice the last one counts, on every device.
+            ordered, order = index.sort(stable=True)
+            last = torch.searchsorted(ordered, ordered, right=True) - 1
+            table[ordered] = rows[order[last]].to(table.dtype)
 
 
 def sums_of(

@@ -239,7 +239,7 @@ class Watch:
     def _write_held(self, when: object) -> None:
         if self.run and (self.world.is_exact or self.world.is_looked_at):
             script = Path(self.role.script).resolve()
-            self._write(f"held-{when}", held(script, self.run.progress.state))
+            self._write(f"held-{when}", held(script, self.run.checkpoints.state.values))
 
     def _write(self, name: str, content: Any) -> None:
         if self.role.rank == 0:
