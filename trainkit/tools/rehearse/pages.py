@@ -4,9 +4,8 @@
 BATCH_NORM = "BatchNorm"
 ORDER_OF_CHANCE = "random augmentation in a `Dataset`"
 DRAWN_FOR_BATCH = "a `collate_fn` that draws random numbers"
-OWN_STATE = "state of your own that a resume must restore"
-OWN_SCHEDULE = "a schedule that is no schedule of torch"
-REGISTERED = "anything else that the loop changes"
+OWN_STATE = "a number, a text, a tensor, an array"
+REGISTERED = OWN_SCHEDULE = "another object with a `state_dict`"
 CHANGED_SET = "a set that the loop itself fills or changes"
 TEACHER = "a momentum teacher"
 OWN_MEAN = "a metric that needs all predictions"
@@ -16,7 +15,7 @@ SEVERAL = "several objectives with labels missing in places"
 NO_GRADIENT = "parameters that get no gradient in some steps"
 ON_DEVICE = "augmentation or noise on the device"
 GRADIENTS = "code that reads the gradients"
-RESUMED = {OWN_STATE, OWN_SCHEDULE, REGISTERED, CHANGED_SET, TEACHER}  # of docs/resume.md
+RESUMED = {OWN_STATE, REGISTERED, CHANGED_SET, TEACHER}  # of docs/resume.md
 
 BROADCAST = (
     "predictions (n, 1) and targets (n,) make (n, n) in {}: give both one shape, as by "
@@ -39,7 +38,7 @@ SAID = {
 HOMES = {
     "state": ("register it by accelerator.register_for_checkpointing(...)", REGISTERED),
     "number": ("keep it in run.state", OWN_STATE),
-    "tensor": ("keep it in a buffer of a prepared module", OWN_STATE),
+    "tensor": ("keep it in run.state", OWN_STATE),
     "generator": ("draw from torch, numpy or random themselves, which Run seeds", OWN_STATE),
 }
 # Of what watching.py notes: its name there, the sentence, and the row.
