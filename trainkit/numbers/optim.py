@@ -52,9 +52,13 @@ def weights_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, float]:
-    """The rate of the first group of each optimizer, by its name in metrics.jsonl."""
-    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    return {f"learning_rate_{n}" if n else "learning_rate": r for n, r in enumerate(rates)}
+    """The rate of the first group of each optimizer, by its name in metrics.jsonl.
+
+    It may be a tensor, and is NaN for an optimizer that finds it by itself (lr=None).
+    """
+    rates = [optimizer.param_groups[0].get("lr") for optimizer in optimizers]
+    numbers = [math.nan if rate is None else float(rate) for rate in rates]
+    return {f"learning_rate_{n}" if n else "learning_rate": r for n, r in enumerate(numbers)}
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

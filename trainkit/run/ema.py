@@ -1,4 +1,4 @@
-"""--ema: an exponential moving average of the weights, which is evaluated and saved."""
+"""The averages of weights that are evaluated and saved: --ema, or those of an optimizer itself."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +8,8 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainkit.checkpoints import sharded as shards
+from trainkit.errors import UsageError
+from trainkit.numbers.optim import weights_of
 from trainkit.repairs.private_names import named_weights
 
 
@@ -19,13 +21,38 @@ class EMA:
     a short run (as in TensorFlow's ExponentialMovingAverage). Buffers are not averaged. The models
     hold the average, except in the body of trained_weights(). With decay None nothing is averaged.
 
+    Schedule-Free optimizers (Defazio et al. 2024, arXiv:2405.15682) keep an average of their own,
+    which their eval() puts into the models and train() takes out: both are called here alone, so
+    that what is evaluated is what is written. Raises UsageError for one of them with a decay.
+
+    Args:
+        optimizers: all of them, without Accelerate's wrapper.
+
     Attributes:
         values: for each model, by name: in the body of trained_weights() the averages, elsewhere
             the weights being trained.
     """
 
-    def __init__(self, models: Sequence[nn.Module], decay: float | None):
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        decay: float | None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ):
         self.decay = decay or 0.0
+        averaging = [
+            each for each in optimizers if hasattr(each, "train") and hasattr(each, "eval")
+        ]
+        if averaging and decay:
+            raise UsageError(
+                f"--ema {decay}: {type(averaging[0]).__name__} keeps an average of the weights by "
+                "itself, which is evaluated and saved: leave --ema out"
+            )
+        self.modes = [(each.train, each.eval) for each in averaging]
+        for each in averaging:
+            each.train = each.eval = lambda: None  # the calls of the script
+        self.averaged = weights_of(*averaging)
+        self.trained = [weight.detach().clone() for weight in self.averaged]
         self.models = models if decay else ()
         self.weights = [
             {name: w for name, w in named_weights(model) if w.requires_grad}
@@ -49,13 +76,29 @@ class EMA:
         was_in_models = self.in_models
         self.in_models = False
         if was_in_models:
-            self._swap()
+            self._take_out_averages()
         try:
             yield
         finally:
             if was_in_models:
-                self._swap()
+                self._put_in_averages()
             self.in_models = was_in_models
+
+    @torch.no_grad()
+    def _take_out_averages(self) -> None:
+        self._swap()
+        for train, _ in self.modes:
+            train()
+        for weight, value in zip(self.averaged, self.trained, strict=True):
+            weight.copy_(value)  # train() only rounds to it
+
+    @torch.no_grad()
+    def _put_in_averages(self) -> None:
+        self._swap()
+        for weight, value in zip(self.averaged, self.trained, strict=True):
+            value.copy_(weight)
+        for _, evaluate in self.modes:
+            evaluate()
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader
 
+from trainkit.checkpoints.sharded import forget_whole_weights
 from trainkit.numbers.loaders import EpochBatches, share_of_batch
 from trainkit.numbers.means import RunningMeans
 from trainkit.repairs.private_names import prepared_models, tree_map_only
@@ -33,6 +34,7 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer, mode in modes.items():
             layer.training = mode
+        forget_whole_weights(models)  # what the script does to them now is done to the rows
 
 
 def samples_of(batches: EpochBatches, num_processes: int, rank: int) -> Iterator[range]:

@@ -272,7 +272,9 @@ class FiniteGuard:
         after = f"after {name_step(self.step, self.rate)}"
         for optimizer in optimizers:
             norm = total_norm(weights_of(optimizer))
-            rates = norm.new_tensor(sum(float(group["lr"]) for group in optimizer.param_groups))
+            rates = norm.new_tensor(
+                sum(float(group.get("lr") or 0) for group in optimizer.param_groups)
+            )
             numbers = self.accelerator.gather(torch.stack((norm, rates))[None]).T
             norms = numbers[0].tolist()
             if not math.isfinite(sum(norms)):

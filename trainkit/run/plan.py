@@ -112,11 +112,11 @@ def describe_optimizer(accelerator: Accelerator, optimizer: AcceleratedOptimizer
         if optimizer in wrapped.optimizers
     ]
     groups = optimizer.param_groups
-    peaks = [group.get("max_lr", group.get("initial_lr", group["lr"])) for group in groups]
-    rates = " and ".join(f"{peak:g}" for peak in dict.fromkeys(peaks))
+    peaks = [group.get("max_lr", group.get("initial_lr", group.get("lr"))) for group in groups]
+    rates = dict.fromkeys("its own" if peak is None else f"{float(peak):g}" for peak in peaks)
     return (
         f"{type(optimizer.optimizer).__name__}, {', '.join(schedules) or 'no schedule'},"
-        f" learning rate {rates} at its peak"
+        f" learning rate {' and '.join(rates)} at its peak"
     )
 
 
