@@ -49,6 +49,7 @@ SETTINGS = {
     "owner.base_model.forward",
     "output.cross_attentions",
     "head.may_have_parts",
+    "weight.grad",  # a sparse one, whose rows are added up over the processes
     "weight.data",  # see trainkit/checkpoints/sharded.py
     "wrap.subsequent_indent",
 }

@@ -58,9 +58,13 @@ def check_loadable(state: Any, what: str) -> None:
     except Exception as problem:  # pickle raises many kinds
         named = re.search(r"GLOBAL (\S+)", str(problem))
         kind = f"a {named[1]}" if named else f"something ({first_sentence(problem)})"
+        remedy = "let it hold numbers, texts, lists, tuples, dicts, sets, tensors and arrays"
+        if named:
+            name = named[1].rpartition(".")[2]
+            remedy += f", or, if you trust it, call torch.serialization.add_safe_globals([{name}])"
         raise UsageError(
             f"{what} holds {kind}, which no resume would load, because that could execute code: "
-            "let it hold numbers, texts, lists, tuples, dicts, sets, tensors and arrays"
+            f"{remedy}"
         ) from None
 
 

@@ -81,12 +81,23 @@ def shard(accelerator: Accelerator) -> None:
                 # Accelerate mixes up weights whose part on this process is empty.
                 if any(hasattr(param, "full_tensor") for param in params):
                     optimizer.param_groups[n]["params"] = params
+                _move_state(optimizer, params, optimizer.param_groups[n]["params"])
             prepared |= zip(numbers, made if len(numbers) != 1 else [made], strict=True)
         result = tuple(prepared[n] for n in range(len(objects)))
         return result if len(objects) > 1 else result[0]
 
     _use(accelerator, plugin)
     wrap_method(accelerator, "prepare", prepare_sharded)
+
+
+def _move_state(
+    optimizer: torch.optim.Optimizer, whole: Sequence[torch.Tensor], sharded: Sequence[torch.Tensor]
+) -> None:
+    """Give sharded weights their rows of the state that Adagrad and others make at once."""
+    for old, new in zip(whole, sharded, strict=True):
+        if old is not new and old in optimizer.state:
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {name: rows_of(new, value) for name, value in state.items()}
 
 
 def _use(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
+from trainkit.launch.processes import gather_rows
 
 # The options of a parameter group that choose between torch's implementations of an optimizer.
 KERNEL = ("fused", "foreach", "capturable")
@@ -78,6 +79,9 @@ def clip_gradients(
         for optimizer in optimizers:
             accelerator.unscale_gradients(optimizer)
     weights = weights_of(*optimizers)
+    for weight in weights:
+        if weight.grad is not None and weight.grad.is_sparse:
+            weight.grad = mean_of_sparse(accelerator, weight.grad)
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     if not gradients:
         raise RuntimeError(
@@ -88,6 +92,17 @@ def clip_gradients(
     if max_norm < math.inf:  # multiplying by 1 would take time
         nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
     return norm
+
+
+def mean_of_sparse(accelerator: Accelerator, gradient: torch.Tensor) -> torch.Tensor:
+    """The mean of a sparse gradient over the processes; every process must call this."""
+    gradient = gradient.coalesce()  # a row may be there several times
+    if accelerator.num_processes == 1:
+        return gradient
+    index, rows = gradient.indices()[0], gradient.values() / accelerator.num_processes
+    nums = accelerator.gather(torch.tensor([len(index)], device=index.device)).tolist()
+    index, rows = gather_rows(index, nums), gather_rows(rows, nums)
+    return torch.sparse_coo_tensor(index[None], rows, gradient.shape).coalesce()
 
 
 def make_scheduler(

@@ -59,7 +59,9 @@ def fix_bucket_order(*models: nn.Module) -> None:
         if not isinstance(parallel, nn.parallel.DistributedDataParallel):
             continue
         module, forward = parallel.module, parallel.module.forward
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        ignored = parallel.parameters_to_ignore
+        named = module.named_parameters()
+        parameters = [p for n, p in named if p.requires_grad and n not in ignored]
         module.forward = lambda own=parameters: sum(parameter.sum() for parameter in own)
         try:
             parallel().backward()
@@ -76,7 +78,8 @@ def share_frozen_weights(
 
     By itself Accelerate moves a model to cpu:0, which is not the same as cpu, and
     DistributedDataParallel overwrites the weights with those of the first process. `frozen` returns
-    the frozen weights of a model by name.
+    the frozen weights of a model by name. Weights with sparse gradients are left to clip_gradients:
+    beside them torch 2.14 halves the gradients of some other weights, in two processes with gloo.
     """
     prepare = accelerator.prepare_model
 
@@ -84,7 +87,9 @@ def share_frozen_weights(
         if accelerator.device.type == "cpu":
             options["device_placement"] = False
         parallel = nn.parallel.DistributedDataParallel
-        parallel._set_params_and_buffers_to_ignore_for_model(model, [*frozen(model)])
+        layers = model.named_modules()
+        sparse = [f"{n}.weight".lstrip(".") for n, x in layers if getattr(x, "sparse", False)]
+        parallel._set_params_and_buffers_to_ignore_for_model(model, [*frozen(model), *sparse])
         if not is_trained(model):  # DistributedDataParallel refuses it; on GPUs Accelerate knows
             options["evaluation_mode"] = True
         return prepare(model, **options)
@@ -147,6 +152,13 @@ def watch(owner: Any, name: str, before: Callable[..., object]) -> None:
 def unwatch(owner: Any, name: str) -> None:
     """Undo watch(owner, name, ...)."""
     setattr(owner, name, getattr(owner, name).__wrapped__)
+
+
+def take_modes(optimizer: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return train() and eval() of an optimizer, which do nothing from then on."""
+    modes = optimizer.train, optimizer.eval
+    optimizer.train = optimizer.eval = lambda: None
+    return modes
 
 
 def wrap_method(accelerator: Accelerator, name: str, wrapper: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -11,6 +12,7 @@ from trainkit.checkpoints import sharded as shards
 from trainkit.errors import UsageError
 from trainkit.numbers.optim import weights_of
 from trainkit.repairs.private_names import named_weights
+from trainkit.repairs.replaced import take_modes
 
 
 class EMA:
@@ -26,7 +28,7 @@ class EMA:
     that what is evaluated is what is written. Raises UsageError for one of them with a decay.
 
     Args:
-        optimizers: all of them, without Accelerate's wrapper.
+        optimizers: all that are prepared.
 
     Attributes:
         values: for each model, by name: in the body of trained_weights() the averages, elsewhere
@@ -37,20 +39,17 @@ class EMA:
         self,
         models: Sequence[nn.Module],
         decay: float | None,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
+        optimizers: Sequence[AcceleratedOptimizer] = (),
     ):
         self.decay = decay or 0.0
-        averaging = [
-            each for each in optimizers if hasattr(each, "train") and hasattr(each, "eval")
-        ]
+        inner = [prepared.optimizer for prepared in optimizers]
+        averaging = [one for one in inner if hasattr(one, "train") and hasattr(one, "eval")]
         if averaging and decay:
             raise UsageError(
                 f"--ema {decay}: {type(averaging[0]).__name__} keeps an average of the weights by "
                 "itself, which is evaluated and saved: leave --ema out"
             )
-        self.modes = [(each.train, each.eval) for each in averaging]
-        for each in averaging:
-            each.train = each.eval = lambda: None  # the calls of the script
+        self.modes = [take_modes(one) for one in averaging]
         self.averaged = weights_of(*averaging)
         self.trained = [weight.detach().clone() for weight in self.averaged]
         self.models = models if decay else ()

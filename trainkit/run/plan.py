@@ -61,6 +61,12 @@ def describe_plan(run: "Run", plan: dict[str, str]) -> str:
             "BatchNorm: its numbers depend on how a batch is split, so other processes or "
             "micro-batches give other losses"
         )
+    kinds = {weight.dtype for weight in weights_of(*optimizers) if weight.dtype.itemsize == 2}
+    if kinds:
+        lines["precision"] = (
+            f"weights of {str(*kinds).removeprefix('torch.')}, which small steps leave as they "
+            "are: keep them float32, and give --mixed_precision bf16 to accelerate launch"
+        )
     if untrained := names_of_untrained(models, optimizers):
         lines["not trained"] = (
             f"{count(len(untrained), 'weight')} in no optimizer, such as {untrained[0]}"

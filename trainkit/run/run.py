@@ -142,8 +142,7 @@ class Run:
         self.step = Step(accelerator, config, self.signals, models, self.length)
         self.resources.callback(self.step.release)
         self.means = RunningMeans(accelerator, self.signals.gather)
-        optimizers = [wrapped.optimizer for wrapped in self.prepared.optimizers]
-        self.ema = EMA(models, config.ema, optimizers)
+        self.ema = EMA(models, config.ema, self.prepared.optimizers)
         self.results = Results(accelerator, config, frozen, metadata, save_frozen)
         contents = Contents(accelerator, frozen, self.ema.values, fixed, fingerprint)
         self._open_folder(contents, fingerprint)

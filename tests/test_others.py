@@ -1,0 +1,177 @@
+"""Optimizers and layers of others: they train in every world, resume to the byte, or are named."""
+
+import pytest
+import sharded
+import torch
+from conftest import assert_same_bytes, forget_accelerator, rows, saved
+from loops import changed
+from torch import nn
+
+SCRIPT = '''
+import os, signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainkit import InMemory, Run, make_loaders, startup
+from trainkit.config import TrainingConfig, parse
+
+
+class Averaging(torch.optim.SGD):
+    """Its eval() and train() only round to each other, as those of Schedule-Free do."""
+
+    def move(self, weight, is_shown):
+        for group in self.param_groups:
+            if group.get("is_shown", False) == is_shown:
+                continue
+            group["is_shown"] = is_shown
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.data.lerp_(self.state[p]["z"], weight)
+
+    def eval(self):
+        self.move(0.3, True)
+
+    def train(self):
+        self.move(1 - 1 / 0.7, False)
+
+    def step(self, closure=None):
+        assert not self.param_groups[0].get("is_shown", False)
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            z = self.state[p].setdefault("z", p.detach().clone())
+            z.lerp_(p.detach(), 0.1)
+
+
+@dataclass
+class Config(TrainingConfig):
+    run_dir: Path = Path("runs/others")
+    epochs: int = 2
+    batch_size: int = 8
+
+
+def load_data(config):
+    x = torch.randn(61, 4, generator=torch.Generator().manual_seed(0))
+    return InMemory(x[20:], x[20:, :3].argmax(1)), InMemory(x[:20], x[:20, :3].argmax(1))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.words = nn.Embedding(20, 8, sparse=CASE == "sparse")
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)) + self.words((x[:, 0].abs() * 10).long().clamp(max=19)))
+
+
+def main(argv=None):
+    config = parse(Config, argv)
+    with Run(config, "others") as run:
+        accelerator = run.accelerator
+        train_set, eval_set = run.load(load_data)
+        loaders = make_loaders(accelerator, train_set, eval_set, config)
+        net = Net()
+        optimizer = {
+            "sparse": lambda: torch.optim.SGD(net.parameters(), 0.1),
+            "adagrad": lambda: torch.optim.Adagrad(net.parameters(), 0.05),
+            "averaging": lambda: Averaging(net.parameters(), 0.1),
+            "rate": lambda: torch.optim.AdamW(net.parameters(), torch.tensor(0.01), foreach=False),
+        }[CASE]()
+        model, optimizer, train_loader, eval_loader = accelerator.prepare(net, optimizer, *loaders)
+        run.begin(model, {"script": "others"})
+
+        def losses(batch):
+            return {"loss": F.cross_entropy(model(batch[0]), batch[1], reduction="none")}
+
+        for epoch in run.epochs():
+            if CASE == "averaging":
+                optimizer.train()
+            for batch in run.steps(train_loader):
+                with accelerator.accumulate(model):
+                    values = losses(batch)
+                    accelerator.backward(run.step_mean(values["loss"]))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.add(**values)
+                if run.end_step():
+                    run.save()
+                if run.progress.step == KILL:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            metrics = run.evaluate(eval_loader, losses)
+            if CASE == "averaging":
+                optimizer.train()
+            run.end_epoch(metrics)
+        return run.finish()
+
+
+if __name__ == "__main__":
+    startup.run(main)
+'''
+
+
+IN_TWO = {"sparse": None, "adagrad": sharded.SHARDED, "averaging": sharded.SHARDED, "rate": None}
+
+
+@pytest.mark.parametrize("case, kind", [*IN_TWO.items()])
+def test_it_trains_alike_in_one_and_two_processes_and_goes_on_to_the_byte(
+    fork_main, tmp_path, case, kind
+):
+    flags = f"--log-every 1 --save-every 4 --run-dir {tmp_path}/"
+    names, two = {"CASE": case, "KILL": -1}, {"world": 2, "env": sharded.env(kind)}
+    fork_main(SCRIPT, f"{flags}one", given=names).finished()
+    fork_main(SCRIPT, f"{flags}two", given=names, **two).finished()
+    for row, same in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
+        assert row == pytest.approx(same, rel=1e-4)
+    assert fork_main(SCRIPT, f"{flags}killed", given=names | {"KILL": 10}, **two).codes == [-9, -9]
+    fork_main(SCRIPT, f"{flags}killed --resume auto", given=names, **two).finished()
+    assert_same_bytes(tmp_path / "two", tmp_path / "killed")
+
+
+def test_what_was_evaluated_is_what_is_written(fork_main, tmp_path):
+    """Though the script calls train() between its evaluation and end_epoch."""
+    flags = f"--keep-best eval_loss --run-dir {tmp_path}/run"
+    fork_main(SCRIPT, flags, given={"CASE": "averaging", "KILL": -1}).finished()
+    weights, _ = saved(tmp_path / "run")
+    x = torch.randn(61, 4, generator=torch.Generator().manual_seed(0))[:20]
+    hidden = torch.relu(nn.functional.linear(x, weights["a.weight"], weights["a.bias"]))
+    hidden += weights["words.weight"][(x[:, 0].abs() * 10).long().clamp(max=19)]
+    logits = nn.functional.linear(hidden, weights["b.weight"], weights["b.bias"])
+    loss = nn.functional.cross_entropy(logits, x[:, :3].argmax(1)).item()
+    assert loss == pytest.approx(rows(tmp_path / "run", "epochs")[-1]["eval_loss"], rel=1e-6)
+    outcome = fork_main(SCRIPT, f"{flags}2 --ema 0.9", given={"CASE": "averaging", "KILL": -1})
+    assert outcome.codes == [2] and "error: --ema 0.9: Averaging keeps" in outcome.output
+
+
+class Projector:
+    """Of a class that torch.load(weights_only=True) does not know."""
+
+
+def test_a_state_of_a_class_of_its_own_is_refused_or_trusted(tmp_path):
+    mark = (
+        r"^( +)run.begin\(",
+        r"\1optimizers[0].param_groups[0]['own'] = Projector()\n\1run.begin(",
+    )
+    train = changed(mark, Projector=Projector)
+    sentence = r"holds a test_others.Projector, .* call torch.serialization.add_safe_globals\(\[Pro"
+    with pytest.raises(Exception, match=sentence):
+        train(f"--run-dir {tmp_path}/refused")
+    forget_accelerator()
+    with torch.serialization.safe_globals([Projector]):
+        train(f"--epochs 1 --run-dir {tmp_path}/trusted")
+        train(f"--epochs 1 --run-dir {tmp_path}/trusted --resume auto")
+
+
+@pytest.mark.parametrize(
+    "first, sentence",
+    [
+        (lambda: nn.LazyLinear(4), "weight of a model has no values yet: give a lazy layer"),
+        (lambda: nn.Linear(2, 4, device="meta"), "weight of a model has no values yet"),
+    ],
+)
+def test_a_weight_without_values_is_named(tmp_path, first, sentence):
+    with pytest.raises(Exception, match=sentence):
+        changed()(f"--run-dir {tmp_path}/run", first=first)
