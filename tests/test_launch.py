@@ -7,8 +7,9 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -260,3 +261,19 @@ def failed(code: int) -> ChildFailedError:
     error.failures = {1: SimpleNamespace(exitcode=code, timestamp=0)}
     error.get_first_failure = lambda: (1, error.failures[1])
     return error
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--gradient-clipping=1.0", "clipping=1.0: .* give .*--clip-norm to the script"),
+        ("--num_processes 2 --mixed_precision bf16 --same_network", None),
+    ],
+)
+def test_a_flag_that_the_launcher_keeps_to_itself_is_refused(flags, words, monkeypatch):
+    # What the script itself was given, here --zero-x, is the script's.
+    line = ["python", "accelerate", "launch", *flags.split(), sys.argv[0], "--zero-x", "3"]
+    monkeypatch.setattr("psutil.Process.cmdline", lambda self: line)
+    refusal = refused(words) if words else nullcontext()
+    with environment(f"{ON_CPU}no"), refusal:
+        assert launch.check_launch() == "no"

@@ -1,7 +1,10 @@
 """Check that the launch asked for can be carried out: Accelerate ignores some variables."""
 
+import contextlib
 import os
 import re
+import sys
+from itertools import takewhile
 
 import torch
 from accelerate.utils import str_to_bool
@@ -33,6 +36,10 @@ VARIABLES = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("(?!)", "use --accumulate, which it overrides"),
     "ACCELERATE_DYNAMO_BACKEND": ("(?i:no|eager|aot_eager|inductor|cudagraphs)", "use inductor"),
 }
+# Flags that accelerate launch passes on only with what NO_SHARDS refuses, or on a TPU.
+IGNORED_FLAGS = re.compile(
+    "--(gradient|zero|offload|deepspeed|fsdp|megatron-lm|parallelism-config|fp8|downcast)"
+)
 
 
 def check_launch() -> str:
@@ -42,9 +49,10 @@ def check_launch() -> str:
     """
     precision = check_variables()
     check_ranks()
+    check_launcher_flags()
     check_devices()
     num_copies(int(os.environ.get("WORLD_SIZE") or 1))
-    # With it Accelerate would make a mesh by itself, and refuse that on the CPU.
+    # With it Accelerate would make a mesh by itself, and refuse that on the CPU: see sharded.shard.
     os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
     return precision
 
@@ -111,6 +119,27 @@ def check_devices() -> None:
 def by_accelerate() -> bool:
     """True if `accelerate launch` started this process: it sets both variables, a user sets one."""
     return {"ACCELERATE_DYNAMO_MODE", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
+
+
+def check_launcher_flags() -> None:
+    """Refuse flags of `accelerate launch` that it does not pass on."""
+    if not by_accelerate():
+        return
+    import psutil  # 20 ms
+
+    words: list[str] = []
+    with contextlib.suppress(psutil.Error, AttributeError):  # the launcher may be gone
+        words = psutil.Process().parent().cmdline()
+    for word in takewhile(lambda word: word != sys.argv[0], words):
+        flag = word.replace("_", "-")
+        is_read = (flag.startswith("--fsdp-") and shards_wanted()) or (
+            flag.startswith("--parallelism-config-dp-") and SIZES[0] in os.environ
+        )
+        if IGNORED_FLAGS.match(flag) and not is_read:
+            raise UsageError(
+                f"accelerate launch {word}: the launcher ignores this flag here: leave it out, or "
+                "give --accumulate or --clip-norm to the script"
+            )
 
 
 def shards_wanted() -> bool:
