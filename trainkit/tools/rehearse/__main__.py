@@ -66,7 +66,7 @@ def rehearse(stage: Stage, only: str) -> bool:
     if first.problem:
         raise UsageError(f"{stage.script} does not run: {first.problem}")
     facts = first.noted("facts")
-    worlds, still = worlds_of(first.folder, facts["by_process"])
+    worlds = worlds_of(first.folder)
     if not any(only in world.name for world in worlds):
         names = ", ".join(world.name for world in worlds)
         raise UsageError(f"--only {only}: no world has this in its name: {names}")
@@ -81,16 +81,13 @@ def rehearse(stage: Stage, only: str) -> bool:
     def start(world: World) -> Future[Outcome]:
         return stage.pool.submit(stage.run, world, first)
 
-    still_job = start(still) if still.still else None
     jobs = [(world, start(world)) for world in worlds if only in world.name or world is AGAIN]
-    held = still_job.result() if still_job else first
     again = jobs[0][1].result()
     is_kept = True
     for world, job in jobs:
         if only not in world.name:
             continue
-        compared = held if world.still and not held.problem else first
-        verdict = judge(compared, again, job.result())
+        verdict = judge(first, again, job.result())
         is_kept &= verdict.is_kept
         print(f"{world.name:<22}{verdict.text}", flush=True)
         if verdict.row:

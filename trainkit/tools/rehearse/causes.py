@@ -34,8 +34,7 @@ def judge(first: Outcome, again: Outcome, other: Outcome) -> Verdict:
         return Verdict(f"equal bytes{unused}", True)
     difference = first_difference(first, other)
     if not difference.text:
-        held = "".join(f"; {name} is held still: see its row" for name in world.still)
-        return Verdict(f"equal to {number(difference.worst)}{held}", True)
+        return Verdict(f"equal to {number(difference.worst)}", True)
     sentence, row = next(causes(first, again, other, difference))
     return Verdict(f"{difference.text}{sentence and '; '}{sentence}", False, row)
 

@@ -88,6 +88,7 @@ ONE_NUMBER = (
 )
 # What may be meant, though all worlds agree.
 REMARKS = (
+    ("still", "{} is held still here; in a run it depends on how a batch is split: docs/loop.md"),
     ("shared", "about {:.0%} of the evaluation set is in the training set too, so its metrics say "
      "little about new data: split the samples before anything is copied"),
     ("drawn_to_evaluate", "{} of a sample of the evaluation set depends on random numbers, as it "

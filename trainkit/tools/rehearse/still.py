@@ -1,7 +1,5 @@
 """Holds still what depends on processes by design, dropout and BatchNorm."""
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,28 +10,21 @@ from trainkit.repairs.private_names import BatchNorm
 RATES = ("drop_prob", "dropout", "attention_dropout", "activation_dropout", "hidden_dropout_prob")
 
 
-def rates_of(layers: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+def hold(layers: list[nn.Module]) -> set[str]:
+    """Let layers have no dropout, and no BatchNorm learn from a batch; say which of them they have.
+
+    Both give other numbers if a batch is split otherwise, as the docs say.
+    """
+    found = set()
     for layer in layers:
         for name in RATES:
             if isinstance(rate := vars(layer).get(name), float) and rate:
-                yield layer, name
-
-
-def names_by_process(layers: list[nn.Module]) -> set[str]:
-    """Which of these layers give other numbers if a batch is split otherwise, as documented."""
-    found = {"dropout"} if any(rates_of(layers)) else set()
-    if any(isinstance(layer, BatchNorm) and layer.training for layer in layers):
-        found.add("BatchNorm")
+                setattr(layer, name, 0.0)
+                found.add("dropout")
+        if isinstance(layer, BatchNorm):
+            found.add("BatchNorm")
+    BatchNorm.forward = batch_norm_of_the_start  # type: ignore[method-assign]
     return found
-
-
-def hold(names: tuple[str, ...], layers: list[nn.Module]) -> None:
-    """Let these layers have no dropout, and no BatchNorm learn from a batch."""
-    if "dropout" in names:
-        for layer, name in rates_of(layers):
-            setattr(layer, name, 0.0)
-    if "BatchNorm" in names:
-        BatchNorm.forward = batch_norm_of_the_start  # type: ignore[method-assign]
 
 
 def batch_norm_of_the_start(self: BatchNorm, input: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Watch:
     def __init__(self, role: "Role"):
         self.role, self.world = role, role.world
         self.models: list[nn.Module] = []
-        self.by_process: set[str] = set()
+        self.still: set[str] = set()
         self.draws: set[str] = set()
         self.seen: dict[str, Any] = {"losses": {}}
         self.samples = SeenSamples()
@@ -88,9 +88,8 @@ class Watch:
         self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:
         if p and training and not self.in_evaluation:
-            self.by_process.add("dropout")
-            if "dropout" in self.world.still:
-                return input
+            self.still.add("dropout")
+            return input
         return self.dropout(input, p, training, inplace)
 
     def _make_run(self, original: Callable, run: Run, config: Any, project: str) -> None:
@@ -130,8 +129,7 @@ class Watch:
     def _begin(self, original: Callable, run: Run, model: Any, *args: Any, **kw: Any) -> None:
         self.models = models = [model] if isinstance(model, nn.Module) else list(model)
         layers = [layer for each in models for layer in each.modules()]
-        self.by_process |= still.names_by_process(layers)
-        still.hold(self.world.still, layers)
+        self.still |= still.hold(layers)
         self.buffers = buffers_of(models)
         named = [pair for each in models for pair in each.named_parameters()]
         self.seen["weights"] = digest(text_of([weight for _, weight in named]))
@@ -227,7 +225,7 @@ class Watch:
             "data": str(run.data_hashes),
             "steps_per_epoch": run.length.steps_per_epoch,
             "epochs": run.config.epochs,
-            "by_process": sorted(self.by_process),
+            "still": sorted(self.still),
             "draws": sorted(self.draws),
             "buffers": [name for name in now if now[name] != self.buffers.get(name)],
             "untrained": [*self.untrained],

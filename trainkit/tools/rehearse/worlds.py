@@ -36,7 +36,6 @@ class World:
         env: variables, beside ENV and those that make several processes one world.
         is_exact: it must give the bytes of the first run.
         resumed_after: the step of the checkpoint of the first run that it begins with; 0: none.
-        still: "dropout" and "BatchNorm": what draws or computes by process is held still.
         is_looked_at: see what its samples and operations are like.
     """
 
@@ -46,7 +45,6 @@ class World:
     num_processes: int = 1
     is_exact: bool = False
     resumed_after: int = 0
-    still: tuple[str, ...] = ()
     is_looked_at: bool = False
 
 
@@ -54,25 +52,19 @@ FIRST = World("the first run", is_looked_at=True)
 AGAIN = World("the same again", is_exact=True)
 
 
-def worlds_of(folder: Path, by_process: list[str]) -> tuple[list[World], World]:
-    """The worlds to compare with the first run, which is in this folder, and the one held still.
-
-    What draws or computes by process gives other numbers if a batch is split otherwise, as the docs
-    say. Such worlds are compared with a first run in which that is held still, as it is in them.
-    """
-    still = tuple(by_process)
+def worlds_of(folder: Path) -> list[World]:
+    """The worlds to compare with the first run, which is in this folder."""
     saved = sorted((folder / "run/checkpoints").glob("step-*"))
     steps = [int(path.name[5:]) for path in saved][:-1]
     resumed = [
         World(f"resumed after step {n}", {"resume": "auto"}, is_exact=True, resumed_after=n)
         for n in steps
     ]
-    worlds = [
+    return [
         AGAIN,
         *resumed,
         World("2 loader workers", {"num_workers": 2}),
-        World("--accumulate 2", {"accumulate": 2}, still=still),
-        World("2 processes", num_processes=2, still=still),
-        World("sharded over 2", env=SHARDED, num_processes=2, still=still),
+        World("--accumulate 2", {"accumulate": 2}),
+        World("2 processes", num_processes=2),
+        World("sharded over 2", env=SHARDED, num_processes=2),
     ]
-    return worlds, World("still", still=still)
