@@ -5,7 +5,6 @@ from trainkit import compiled_with_model
 import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin
-from conftest import linux_only
 
 import train_mnist
 from trainkit.run.compiling import Compiling
@@ -53,23 +52,6 @@ def test_a_function_within_a_compiled_model_is_a_part_of_it(compiling):
     model = torch.compile(lambda x: 2 * mark(x), backend="eager", fullgraph=True)
     assert model(torch.ones(2)).sum() == 4
     assert counters["unique_graphs"] == before + 1
-
-
-class Marked(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return mark(torch.ones(3))
-
-
-@linux_only  # on other systems a worker is a new process, in which no run is
-def test_workers_compile_nothing(compiling):
-    (batch,) = torch.utils.data.DataLoader(
-        Marked(), 2, num_workers=1, multiprocessing_context="fork"
-    )
-    assert batch.sum() == -6
-    assert mark(torch.ones(3)).sum() == 3
 
 
 def test_an_error_of_the_function_itself_stays_one(compiling):

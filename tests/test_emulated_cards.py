@@ -374,29 +374,35 @@ preference --lora | examples.preference TUNED/preferred.jsonl --lora 4 | 4 | POS
 NUM_QUICK = 2
 
 
+# The fixtures that make the data of RUNS.
+FOLDERS = {
+    "digits": "tiny_mnist", "photos": "photos", "texts": "base", "tuned": "tuned_base",
+    "table": "table", "ids": "ids",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="session")
-def folders(tiny_mnist, photos, base, tuned_base, table, tmp_path_factory):
-    """The data of RUNS, by name."""
-    ids = tmp_path_factory.mktemp("ids")
+def ids(tmp_path_factory):
+    """A folder of rows of tokens."""
+    folder = tmp_path_factory.mktemp("ids")
     tokens = torch.randint(0, 256, (200, 17), generator=torch.Generator().manual_seed(0))
     for part, rows_of in {"train": tokens, "test": tokens[:20]}.items():
         column = pa.FixedSizeListArray.from_arrays(rows_of.int().flatten().numpy(), 17)
-        pq.write_table(pa.table({"tokens": column}), ids / f"{part}.parquet")
-    return {
-        "digits": tiny_mnist, "photos": photos, "texts": base, "tuned": tuned_base, "table": table,
-        "ids": ids,
-    }  # fmt: skip
+        pq.write_table(pa.table({"tokens": column}), folder / f"{part}.parquet")
+    return folder
 
 
 @pytest.mark.parametrize(
     "part", [slice(NUM_QUICK), pytest.param(slice(NUM_QUICK, None), marks=pytest.mark.slow)]
 )
-def test_in_a_quiet_step_no_script_waits_for_the_card(emulated_cards, folders, tmp_path, part):
+def test_in_a_quiet_step_no_script_waits_for_the_card(emulated_cards, request, tmp_path, part):
     table = RUNS
     for name, text in SHORT.items():
         table = table.replace(name, text)
     runs = cells(table)[part]
     plan = []
+    used = [name for name in FOLDERS if any(f"{{{name}}}" in words for _, words, *_ in runs)]
+    folders = {name: request.getfixturevalue(FOLDERS[name]) for name in used}
     for name, words, *_ in runs:
         module, *flags = words.format(**folders).split()
         plan.append([name, module, [*flags, *FEW.split(), "--run-dir", f"{tmp_path}/{name}"]])

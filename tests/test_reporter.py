@@ -4,8 +4,6 @@ import re
 import sys
 from types import SimpleNamespace
 
-from conftest import linux_only
-
 from trainkit.numbers.orders import Progress
 from trainkit.run.reporter import MetricsTable, Reporter, show_best
 
@@ -63,40 +61,3 @@ def test_the_metric_of_keep_best_is_in_the_table_and_in_the_last_line():
     head = MetricsTable("eval_gap:min").line("1/1", {**METRICS, "eval_gap": 0.3}, 1, 1)
     assert head.split()[:4] == ["epoch", "train_loss", "eval_loss", "eval_gap"]
     assert show_best({**METRICS, "eval_gap": 0.3}, "eval_gap:min").startswith("eval_gap 0.3, ")
-
-
-# A run on a terminal of 80 columns; what that shows goes to a file.
-ON_A_TERMINAL = """
-import fcntl, os, pty, struct, sys, termios
-from pathlib import Path
-child, terminal = pty.fork()
-if child == 0:
-    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    os.environ.pop("COLUMNS", None)
-    import train_regression
-    train_regression.main(flags)
-    sys.stdout.flush()
-    os._exit(0)
-output = b""
-while True:
-    try:
-        output += os.read(terminal, 65536)
-    except OSError:  # its last process has gone
-        break
-Path(shown).write_bytes(output)
-assert os.waitpid(child, 0)[1] == 0
-"""
-
-
-@linux_only  # forks
-def test_bar_and_table_fit_in_80_columns(tmp_path, fork_main):
-    flags = "--batch-size 20 --num-samples 250 --epochs 2 --eval-every 4 --no-pictures"
-    flags = f"{flags} --stop-after-steps 15 --run-dir {tmp_path}/run".split()
-    shown = tmp_path / "shown"
-    done = fork_main(ON_A_TERMINAL, given={"flags": flags, "shown": str(shown)})
-    assert done.codes == [0], done.output
-    output = shown.read_text()
-    lines = re.findall(r"(?m)^epoch.*", output.replace("\r", "\n"))
-    assert lines and max(map(len, lines)) <= 80
-    percents = [int(percent) for percent in re.findall(r"(\d+) %\|", output)]
-    assert percents == sorted(percents) and percents[-1] > 80  # of the 15 steps

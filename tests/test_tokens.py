@@ -5,7 +5,6 @@ sizes: the last batch of an epoch is short, and of three processes some then hav
 """
 
 import itertools
-import math
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same_bytes, refused, rows, saved
-from loops import Numbers, Still, changed, make_config
-from loss_scale import scaled_float32
+from conftest import assert_same_bytes, rows, saved
 from plain import logged_losses, plain_losses, quick
 from torch.utils.data import default_collate
 
-import trainkit.run.session
 from examples import gpt, two_towers
 from trainkit.config import parse
-from trainkit.numbers.loaders import EpochBatches, make_loaders
+from trainkit.numbers.loaders import EpochBatches
 
 WORLDS, NUM_STEPS, BATCH = (1, 2, 3), 14, 24
 TINY = f"--layers 1 --width 32 --epochs 3 --batch-size {BATCH} --eval-batch-size 7 --log-every 1"
@@ -86,30 +82,6 @@ def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
     assert model.lm_head.weight is model.embedding.weight
 
 
-def test_a_mean_with_a_mask_goes_through_a_loss_scale_and_skips_what_overflows(
-    tmp_path, monkeypatch
-):
-    """Every batch is the same, so that it does not matter which ones are skipped."""
-    edits = (
-        (r"body\(.*\)", "factor = 1e34 if (next(numbers) - 1) // 4 in overflows else 1"),
-        (r"(loss = .*)", r"\1 * factor"),
-        (r"step_mean\(loss\)", "step_mean(loss, batch['x'][:, :1] > 0.2)"),
-        (r"steps\(loaders\[0\]", "steps(loaders[0], lambda batch: (batch['x'][:, 0] > 0.2).sum()"),
-    )
-
-    def run(name, *overflows) -> list[float]:
-        flags = f"--optimizer sgd --accumulate 4 --drop-last --epochs 3 --run-dir {tmp_path}/{name}"
-        changed(*edits, overflows=overflows, Numbers=Still)(*flags.split())
-        return logged_losses(tmp_path / name)
-
-    monkeypatch.setattr(torch, "randperm", lambda num, generator: torch.arange(num) % 8)
-    expected = run("unscaled")
-    monkeypatch.setattr(trainkit.run.session, "Accelerator", scaled_float32)
-    found = run("scaled", 0, 2, 3)
-    assert min(found[:2]) > 100  # what is logged after a skipped step has its loss, too
-    assert found[2:] == pytest.approx(expected[2:-3], abs=2e-6)
-
-
 ENDING = ["--dropout", "0.1", "--ema", "0.9", "--eval-every", "3", "--save-every", "4"]
 ENDING += ["--keep-best", "eval_samples:max", "--patience", "2"]
 
@@ -162,9 +134,3 @@ def test_a_loss_that_couples_samples_sees_those_of_all_processes(
     evaluations = rows(tmp_path, "epochs")
     assert [row["eval_samples"] for row in evaluations] == [101, 101]
     assert 0.02 < evaluations[-1]["eval_accuracy"] < 1
-
-
-def test_weights_that_are_none_are_refused_in_a_sentence(accelerator):
-    for weights in ([1.0] * 42, [-1.0] + [1.0] * 42, [0.0] * 43, [math.inf] * 43):
-        with refused(r"weights= of shape .* must be 43 numbers of at least"):
-            make_loaders(accelerator, Numbers(), Numbers(), make_config(), weights=weights)
