@@ -1,6 +1,8 @@
 """run.state comes back as it was, is equal on all processes, and follows whole steps."""
 
+import os
 import re
+import signal
 from collections import Counter, deque
 from typing import Any
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import sharded
 import torch
-from conftest import assert_same_bytes, refused, rows
+from conftest import assert_same_bytes, posix_only, refused, rows
 from loops import changed
 
 from trainkit.checkpoints.parts import load_tree
@@ -216,6 +218,25 @@ def test_what_starts_an_epoch_may_change_the_state(tmp_path):
     in_loop("if run.starts_epoch: run.state['n'] = run.state.get('n', 0) + 1")(
         f"--eval-every 2 --run-dir {tmp_path}/run"
     )
+
+
+@posix_only
+def test_a_change_after_the_steps_comes_once_though_the_evaluation_is_stopped(tmp_path):
+    """The checkpoint of a signal in it has the state of before, as the resume comes there again."""
+    counted = changed(
+        (r"^( +)metrics = ", r"\1run.state['n'] = run.state.get('n', 0) + 1\n\g<0>"),
+        (r"^( +)run.finish\(\)", r"\1run.finish()\n\1return run.state['n']"),
+    )
+
+    def stop(losses):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return losses
+
+    flags = f"--save-every 100 --run-dir {tmp_path}/run"
+    with pytest.raises(SystemExit) as ended:
+        counted(flags, change=stop)
+    assert ended.value.code == 75
+    assert counted(f"{flags} --resume auto") == 2
 
 
 @pytest.mark.parametrize(
