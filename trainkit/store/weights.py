@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
 from trainkit.errors import UsageError, as_usage_error
@@ -49,8 +49,34 @@ def check_weights_file(path: Path) -> None:
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise UsageError(f"--start-from {path} cannot be read: it is not a file")
-    with as_usage_error(f"--start-from {path} cannot be read"), safe_open(path, "pt") as file:
-        file.keys()
+    with as_usage_error(f"--start-from {path} cannot be read"):
+        try:
+            with safe_open(path, "pt") as file:
+                file.keys()
+        except SafetensorError:
+            is_index = path.name.endswith(".index.json")
+            with path.open("rb") as file:  # torch.save writes a zip, and wrote a pickle
+                if not is_index and file.read(2) not in (b"PK", b"\x80\x02"):
+                    raise
+            raise UsageError(
+                f"--start-from {path} is not a safetensors file: this writes one to give instead: "
+                f"{_write_conversion(path, is_index)}"
+            ) from None
+
+
+def _write_conversion(path: Path, is_index: bool) -> str:
+    """Return a command that makes a safetensors file of torch's, or of the shards of an index."""
+    shards = path.parent / ("*.bin" if ".bin" in path.name else "*.safetensors")
+    files = f"sorted(glob.glob({str(shards)!r}))" if is_index else f"[{str(path)!r}]"
+    read = "torch.load(f, 'cpu', weights_only=True)"
+    if is_index and shards.suffix == ".safetensors":
+        read = "s.load_file(f)"
+    return (
+        f'python -c "import glob, torch, safetensors.torch as s; w = {{}}; '
+        f"[w.update({read}) for f in {files}]; "
+        "w = next((w[k] for k in ('state_dict', 'model_state_dict', 'model') if k in w), w); "
+        f"s.save_file({{n: t.clone().contiguous() for n, t in w.items()}}, 'weights.safetensors')\""
+    )
 
 
 def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
