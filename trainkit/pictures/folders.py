@@ -12,7 +12,7 @@ from trainkit.reading.paths import is_read
 from trainkit.reading.splits import WORDS, find_split
 from trainkit.text import shorten
 
-SURE = ("train", "test", "val", "validation")  # folders that are splits and never classes
+SURE = ("train", "test", "val", "validation")  # folders that are mostly splits
 PICTURES = re.compile(
     r"\.(a?png|jp(e?g|e|2|f|x|c)|jfif|j2[kc]|mpo|gif|bmp|dib|p[pgbn]m|tiff?|webp|ico|avif|hei[cf])",
     re.I,
@@ -58,7 +58,7 @@ def find_files(folder: Path, where: str) -> Folder:
     tables = [p for p in visible if TABLES.fullmatch(p.suffix) and not NO_DATA.match(p.name)]
     lists = [path for path in visible if path.name in LISTS]
     are_pictures = len(pictures) > len(tables)
-    split_folders = find_split_folders(pictures)
+    split_folders = find_split_folders(pictures, bool(lists), where)
     parts: dict[str, list[Path]] = {}
     for path in pictures + lists if are_pictures else tables:
         named = split_folders.get(path.parts[0], "") if are_pictures else find_split(str(path))
@@ -100,18 +100,31 @@ def is_picture(path: Path) -> bool:
     return bool(PICTURES.fullmatch(path.suffix)) and is_read(shown.as_posix())
 
 
-def find_split_folders(pictures: list[Path]) -> dict[str, str]:
+def find_split_folders(pictures: list[Path], are_listed: bool, where: str) -> dict[str, str]:
     """Return the splits of the folders at the top that are called like one.
 
-    Words such as Test, dev or valid may also be classes. They are splits if all folders have such
-    names, or if some are to train on and others are not.
+    Such words may also be classes. They are splits if all folders have such names, or if some are
+    to train on and others are not. Raises UsageError for one folder beside others that may be
+    either, because it has folders.
+
+    are_listed: a list has the classes, so that no folder is one.
     """
     tops = {path.parts[0] for path in pictures if len(path.parts) > 1}
     splits = {top: find_split(top, whole=True) for top in sorted(tops)}
     named = {top: split for top, split in splits.items() if split}
     if named.keys() == tops or {"train"} < {*named.values()}:
         return named
-    return {top: split for top, split in named.items() if top in SURE}
+    sure = {top: split for top, split in named.items() if top in SURE}
+    if are_listed:
+        return sure
+    deep = {path.parts[0] for path in pictures if len(path.parts) > 2}
+    if doubtful := sorted(deep & {*sure}):
+        other = min(tops - named.keys())
+        raise UsageError(
+            f"{where}: {doubtful[0]}/ may be a class beside {other}/ or a split: put all classes "
+            f"into one folder train/, or {other}/ elsewhere"
+        )
+    return {}
 
 
 def hash_files(folder: Path, paths: list[Path]) -> str:
