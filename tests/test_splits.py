@@ -155,6 +155,23 @@ def test_parts_of_a_data_set_are_a_split(tmp_path):
     assert plan["evaluated on"] == "test: 10 rows; not read: extra"
 
 
+def test_parts_of_which_one_is_to_be_chosen_are_asked_for(chats, tmp_path):
+    part = datasets.Dataset.from_dict({"prompt": ["a", "b"], "answer": ["c", "d"]})
+    parts = dict.fromkeys(("train_sft", "train_gen", "test_sft"), part)
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
+    asked = "^train_gen, train_sft are parts to choose from, .* name one .FOLDER/train_gen, if"
+    with refused(asked):
+        chats(tmp_path / "set")
+    train, held_out, _ = chats(tmp_path / "set/train_sft", tmp_path / "set/test_sft")
+    assert train == held_out == ["a", "b"]
+    for name in parts:
+        write_chats(tmp_path / f"clone/{name}-00000-of-00001.jsonl", ["a"])
+    with refused(asked):
+        chats(tmp_path / "clone")
+    names = ["train_1.jsonl", "train_2.jsonl", "de/train-00000-of-2.jsonl"]
+    assert splits.find_splits(names) == {"train": names}
+
+
 def text_sets(*flags):
     return texts.read_sets(parse(texts.TextConfig, [*map(str, flags)]))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainkit.errors import UsageError
 from trainkit.text import count, shorten
 
 # What splits are called. The first that is there is evaluated; "train" is not.
@@ -22,6 +23,7 @@ WORDS = {
 }
 EVALUATED = ("test", "validation")
 # A whole part of a path, perhaps with the number of a shard and endings, or a word in it.
+SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+(\.\w+)*")
 FORMS = (r"({})([-_.]?\d+[-_]of[-_]\d+)?(\.\w+)*", r"(.*[\W\d_])?({})([\W\d_].*)?")
 
 
@@ -45,7 +47,8 @@ def find_splits(names: Sequence[str]) -> dict[str, list[str]]:
     All are "train" if their names tell no split. "" are those in none, which are not read. What has
     no name of a split is trained on if nothing is called train, and what is called dev or
     validation is if there is also a test split, but nothing else. Beside a part called train, one
-    called train_10pct is in none: it would repeat rows.
+    called train_10pct is in none: it would repeat rows. So would train_sft and train_gen: two such
+    parts of a data set, or the shards of two, are refused.
     """
     splits: dict[str, list[str]] = {}
     for name in names:
@@ -58,6 +61,14 @@ def find_splits(names: Sequence[str]) -> dict[str, list[str]]:
         if exact and exact != named:
             splits[split] = exact
             splits.setdefault("", []).extend(name for name in named if name not in exact)
+    files = [PurePath(name).name for name in splits.get("train", []) if find_split(name) == "train"]
+    parts = sorted({SHARD.sub("", x) for x in files if SHARD.search(x) or not PurePath(x).suffix})
+    if len(parts) > 1:
+        raise UsageError(
+            f"{shorten(parts)} are parts to choose from, and all are to train on by their names: "
+            f"name one (FOLDER/{parts[0]}, if save_to_disk wrote them), or give a folder with its "
+            "files alone"
+        )
     return splits if splits.keys() & {*EVALUATED} and "train" in splits else {"train": [*names]}
 
 
