@@ -94,6 +94,9 @@ THOUGHT = [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "ok"
 CALL = {"function": {"name": "run", "arguments": {"cmd": "ls"}}}
 IN_JSON = {"function": {"name": "run", "arguments": '{"cmd": "ls"}'}}
 CALLED = ONCE.replace("ok", 'run{"cmd": "ls"}')
+NO_PLACE = {"function": {"name": "run", "arguments": {"cmd": "ls", "in": None}}}
+PLAIN = AS_VALUES.replace("(m.tool_calls or [])", "[]")
+R1 = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
 HUMAN, GPT = {"from": "human", "value": "say"}, {"from": "gpt", "value": "ok"}
 CALLING = {"from": "gpt", "value": None, "tool_calls": json.dumps([CALL])}
 
@@ -144,7 +147,16 @@ def refuse(row, said, template=AS_VALUES):
             PAIR | {"completion": [user("say"), says("ok")]}, "begins with a turn of user: leave"
         ),
         refuse(PAIR | {"tools": [CALL["function"]]}, "the chat template leaves out .* 'run'"),
-        refuse(chat(user("say"), says("ok", reasoning_content="so")), "leaves out or changes 'so'"),
+        *(
+            refuse(chat(user("say"), says("so", **{name: "so"})), "leaves .* 'so': leave that out")
+            for name in ("reasoning_content", "thinking", "reasoning")
+        ),
+        refuse(chat(user("say"), says("<think>so</think>\n\nok")), "or give a --base whose", R1),
+        refuse(chat(user("say"), says("I run ls", tool_calls=[CALL])), r"run\({.cmd.: ", PLAIN),
+        refuse(
+            PAIR | {"prompt": [user("say"), says("", tool_calls=[CALL])]}, "changes 'run'", PLAIN
+        ),
+        refuse({"messages": "User: say"}, "its messages are no turns, and no JSON of turns, but"),
         refuse(chat(user("say"), says(THOUGHT)), "a turn holds thinking, and only text"),
         refuse(
             {"conversations": [CALLING | {"from": "function_call"}]}, "the role 'function_call'"
@@ -207,8 +219,8 @@ def test_rows_of_which_nothing_is_learned_are_refused(make, row):
         ),
         (
             AS_VALUES,
-            chat(user("say"), says("ok", thinking="so"), id=7),
-            {"not read": "id, thinkin"},
+            chat(user("say"), says("ok", mood="so"), id=7),
+            {"not read": "id, mood"},
         ),
         (AS_VALUES, PAIR | {"split": "train", "tools": [], "note": ""}, {"not read": "^split$"}),
         (THINKS, PAIR, {"asked": "does not write '<think>'"}),

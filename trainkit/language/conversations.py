@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainkit.language.pretrained import LanguageConfig
 
 # Keys of a turn that are read although a chat template does not name them.
-KEYS = {"role", "content", "reasoning_content", "tool_calls", *WEIGHTS}
+KEYS = {"role", "content", "tool_calls", *WEIGHTS}
 MAX_QUESTION = 200  # letters that are shown of what an answer is asked for
 
 

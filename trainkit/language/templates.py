@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date, datetime, time
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import torch
 
 from trainkit.language.formats import WEIGHTS, Conversation, Turn
 
-TEXTS = ("content", "reasoning_content")  # of a turn
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # of a turn, as templates call them
 DATE_MARKS = (*"aAbBcdDeFhHIjmMpSTuUVwxXyY", "-d", "-m")  # of strftime
 MAX_CHARACTERS = 400  # of a sample that is shown
 
@@ -129,7 +129,7 @@ class Chat:
         end = self.end is not None and self.tokenizer.convert_ids_to_tokens(self.end)
         if turn["role"] == "assistant" and end and content.endswith(end):
             turn = turn | {"content": content.removesuffix(end)}
-        return turn | {name: self.hide(turn[name]) for name in TEXTS if name in turn}
+        return turn | {n: self.hide(turn[n]) for n in ("content", *THOUGHTS) if n in turn}
 
     def _encode_answer(
         self, turns: list[Turn], tools: Sequence[Any]
@@ -155,11 +155,16 @@ class Chat:
                 )
         # Templates may leave out earlier thoughts, and write what tools return in other ways.
         parts = [part["content"] for part in before if part["role"] not in ("assistant", "tool")]
-        parts += [turn["content"], turn.get("reasoning_content", "")]
-        parts += [item["function"].get("name", "") for item in tools]
-        calls = [item["function"].get("name", "") for item in turn.get("tool_calls", ())]
-        if lost := _missing(text, *parts) or _missing(text[len(same) :], *calls):
-            raise ValueError(f"the chat template leaves out or changes {lost[:30]!r}")
+        calls = [call for part in before for call in part.get("tool_calls", ())]
+        parts += [turn["content"], *(x["function"].get("name", "") for x in (*tools, *calls))]
+        unchanged = (
+            part for part, other in _others(turn) if self.render([*before, other], tools) == text
+        )
+        if lost := _missing(text, *parts) or next(unchanged, ""):
+            raise ValueError(
+                f"the chat template leaves out or changes {lost[:30]!r}: leave that out of the "
+                "row, or give a --base whose template writes it"
+            )
         if ask[len(same) :].strip():
             self.unwritten = ask[len(same) :][-30:]
         tokens = self.tokenize(text)
@@ -194,6 +199,20 @@ def _missing(text: str, *parts: str) -> str:
     """Return the first part that the text lacks, or "". Templates strip white space: ignored."""
     text = "".join(text.split())
     return next((part for part in parts if "".join(part.split()) not in text), "")
+
+def _others(turn: Turn) -> Iterator[tuple[str, Turn]]:
+    """Yield each call and each thought of a turn, as a text, and the turn with another one."""
+    calls = turn.get("tool_calls", [])
+    for number, call in enumerate(calls):
+        name, arguments = call["function"].get("name", ""), call["function"].get("arguments")
+        change: Turn = {"arguments": {}} if arguments else {"name": f"{name}_"}
+        other = call | {"function": call["function"] | change}
+        changed = [*calls[:number], other, *calls[number + 1 :]]
+        yield f"{name}({arguments})", turn | {"tool_calls": changed}
+    for name in THOUGHTS:
+        if turn.get(name):
+            yield f"{turn[name]}", turn | {name: f"{turn[name]}_"}
+
 
 
 def _sample(tokens: list[int], spans: list[tuple[int, int]]) -> Sample:
