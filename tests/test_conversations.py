@@ -122,6 +122,15 @@ CALLING = {"from": "gpt", "value": None, "tool_calls": json.dumps([CALL])}
         (chat(says("a", "developer"), *PAIR["prompt"], says("ok"), system="be"), r"a<end>" + ONCE),
         ({"conversations": [HUMAN, GPT], "system": "be"}, "^" + KIND + ONCE),
         ({"conversations": json.dumps([HUMAN, GPT])}, "^" + ONCE),
+        ({"messages": [json.dumps(HUMAN), json.dumps(GPT)]}, "^" + ONCE),
+        ({side: json.dumps(turns) for side, turns in PAIR.items()}, "^" + ONCE),
+        ({"prompt": "say", "answer": '[{"a": 1}]'}, ONCE.replace("ok", '[{"a": 1}]')),
+        ({"question": "say", "context": "it", "answer": "ok"}, ONCE.replace("say", r"say\n\nit")),
+        (chat(user("say"), says("ok", loss=False), user("say"), says("ok")), "ok<end>" + ONCE),
+        (
+            chat(user("say"), says("", tool_calls=[NO_PLACE], name=None)),
+            CALLED.replace('"}', '", "in": null}'),
+        ),
         (
             {"conversations": [HUMAN, CALLING, {"from": "observation", "value": "5"}, GPT]},
             CALLED + r"<user>tool\n5<end><user>assistant\n[[ok<end>]]",
@@ -134,6 +143,19 @@ def test_a_row_is_learned_as_its_template_writes_it_and_each_word_once(make, row
     first = make(row).plan["first"]
     assert first.startswith(shown[1:]) if shown[0] == "^" else first.endswith(shown)
     assert first.count("[[") == shown.count("[[") and "other" not in first
+
+
+def test_a_null_of_a_table_is_a_missing_key_and_one_that_is_written_is_meant(tmp_path):
+    given = [{"function": {"name": "run", "arguments": values}} for values in ({"a": 1}, {"b": 2})]
+    rows = [chat(user("say"), says("", tool_calls=[call, NO_PLACE])) for call in given]
+    written = [json.dumps(row["messages"]) for row in rows]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_dict({"messages": written}).to_parquet(tmp_path / "text.parquet")
+    for name, last in (("rows", {"cmd": "ls"}), ("text", {"cmd": "ls", "in": None})):
+        read, *_ = formats.read_chat_rows(str(tmp_path / f"{name}.parquet"), None)
+        calls = [formats.read_chat(row)[1].turns[1]["tool_calls"] for _, row in read]
+        found = [[call["function"]["arguments"] for call in both] for both in calls]
+        assert found == [[{"a": 1}, last], [{"b": 2}, last]]
 
 
 def refuse(row, said, template=AS_VALUES):
@@ -167,7 +189,9 @@ def refuse(row, said, template=AS_VALUES):
         ),
         refuse(chat(user("say"), says("ok", weight=0.5)), "the weight 0.5: only 0 and 1"),
         refuse(chat(user([{"type": "image_url"}]), says("ok")), "a turn holds image_url"),
-        refuse(PAIR | {"label": False}, "its label is false"),
+        refuse(PAIR | {"label": False}, "its label is False: leave out"),
+        refuse(PAIR | {"label": 0}, "its label is 0"),
+        refuse(PAIR | {"kto_tag": "false"}, "its kto_tag is false"),
         refuse(PAIR | {"images": ["a"]}, "has images, and only texts"),
         refuse(PAIR | {"chosen": "ok"}, "it has chosen: examples/preference.py"),
         refuse(PAIR | {"split": "validation"}, "the split 'validation', .* as --eval-data"),

@@ -22,16 +22,20 @@ SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")  # of files
 WHOLE = ("messages", "conversations")
 PROMPTS = ("prompt", "question", "instruction")
 ANSWERS = ("completion", "answer", "output", "response")
-INPUTS = ("input", "context")  # the first that is not empty ends an instruction
+INPUTS = ("input", "context")  # the first that is not empty ends an instruction or a question
 TOOLS, SYSTEM = ("tools", "functions"), ("system", "system_prompt")  # the first that is not empty
 # Columns without which the text of a row would mean something else.
 NOT_READ = ("image", "images", "video", "videos", "audio", "audios", "history")
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # False and 0 are values
+# Columns of KTO, and what they say of an answer that is not wanted.
+LABELS, UNWANTED = ("label", "kto_tag"), ("false", "0", "0.0")
 TURN = ("from", "value", "tool_calls", "function_call")  # keys that become others
-WEIGHTS = ("weight", "loss_weight", "train")  # of a turn: OpenAI's, LLaMA-Factory's and Axolotl's
+# Of a turn: those of OpenAI, LLaMA-Factory, Axolotl and ms-swift.
+WEIGHTS = ("weight", "loss_weight", "train", "loss")
 # What files call those who speak, in small letters.
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-ROLES |= {"model": "assistant", "observation": "tool", "function_response": "tool"}
+ROLES |= {"model": "assistant", "function": "tool"}
+ROLES |= {"observation": "tool", "function_response": "tool"}
 ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 PREAMBLES = ("system", "developer")  # a conversation has one at most
 OPENING = (*PREAMBLES, "user")  # an answer does not begin with these
@@ -41,9 +45,9 @@ class Conversation(NamedTuple):
     """The turns of a conversation, as chat templates take them, or one text."""
 
     turns: list[Turn]  # the arguments of their calls of tools are values, and no JSON
-    num_prompt: int = 0  # turns at the start of which no answer is learned
+    num_prompt: int = 0  # turns, or letters of the text, at the start, of which none is learned
     tools: Sequence[Any] = ()  # descriptions for the template
-    text: str | None = None  # used instead of turns; all of it is learned
+    text: str | None = None  # used instead of turns, without a chat template
     unread: tuple[str, ...] = ()  # columns of its row that are not empty and were not read
 
     def with_system(self, system: str | None) -> "Conversation":
@@ -104,12 +108,17 @@ def _find_parts(data: str, where: str) -> dict[str, Rows]:
     with read_here_or_from_hub(data, where):
         loaded = splits.load_parts(data)
     named = {names or split: rows for split, (names, rows) in loaded.items()}
-    return {name: _number(rows, f"{data}, {name}") for name, rows in named.items()}
+    return {name: _number(_clean(rows), f"{data}, {name}") for name, rows in named.items()}
 
 
 def _number(rows: Iterable[Any], place: str) -> Rows:
     for number, row in enumerate(rows, 1):
         yield f"row {number} of {place}", row
+
+
+def _clean(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Remove the nulls that a table holds for fields that only other rows have."""
+    return ({name: _without_nulls(cell) for name, cell in row.items()} for row in rows)
 
 
 def _read_file(path: Path) -> Rows:
@@ -119,7 +128,7 @@ def _read_file(path: Path) -> Rows:
     a 1.5.
     """
     if path.suffix == ".parquet":
-        yield from _number(pq.read_table(path).to_pylist(), str(path))
+        yield from _number(_clean(pq.read_table(path).to_pylist()), str(path))
         return
     with as_usage_error(f"{path} is not in UTF-8, as JSON must be"):
         text = path.read_text("utf-8-sig")
@@ -149,32 +158,42 @@ def read_chat(row: Any) -> tuple[str, Conversation]:
         )
     if row.get("chosen"):
         raise ValueError("it has chosen: examples/preference.py learns from such pairs")
-    if row.get("label") is False:
-        raise ValueError("its label is false: leave out what is not wanted as an answer")
+    bad = [name for name in LABELS if str(row.get(name)).strip().lower() in UNWANTED]
+    if bad and columns != ("", "text"):
+        raise ValueError(
+            f"its {bad[0]} is {row[bad[0]]}: leave out what is not wanted as an answer"
+        )
     return " and ".join(filter(None, columns)), read_conversation(row, *columns)
 
 
 def read_conversation(row: dict[str, Any], prompt: str, answer: str) -> Conversation:
     """Return the conversation that a row has in these columns; prompt may be "".
 
+    Turns may be given as JSON. A text without a prompt is used as it is.
+
     Raises ValueError for a row that has something without which it would mean something else, and
     what as_turns raises.
     """
     if bad := [name for name in NOT_READ if row.get(name)]:
         raise ValueError(f"it has {bad[0]}, and only texts and turns are read: leave it out")
+    said = decode_turns(row[answer])
+    is_text = not prompt and (isinstance(said, str) or (answer == "text" and said is row[answer]))
+    ends = INPUTS if prompt in ("instruction", "question") else ()
     inputs, tools, system = (
-        next((name for name in names if row.get(name)), "")
-        for names in (INPUTS if prompt == "instruction" else (), TOOLS, SYSTEM)
+        next((name for name in names if row.get(name) and not is_text), "")
+        for names in (ends, TOOLS, SYSTEM)
     )
-    read = {prompt, answer, inputs, tools, system, "label", "chosen", "rejected"}
+    read = {prompt, answer, inputs, tools, system, *LABELS, "chosen", "rejected"}
     unread = tuple(str(name) for name in row if row[name] not in EMPTY and name not in read)
-    if answer == "text":
-        return Conversation([], text=_join_parts(row[answer]), unread=unread)
+    if is_text and answer in WHOLE:
+        raise ValueError(f"its {answer} are no turns, and no JSON of turns, but {said!r:.60}")
+    if is_text:
+        return Conversation([], text=_join_parts(said), unread=unread)
     before = []
     if prompt:
-        asked = "\n\n".join(filter(None, (row[prompt], row[inputs]))) if inputs else row[prompt]
-        before = as_turns(asked, "user")
-    after = as_turns(row[answer] if prompt else _decode(row[answer]), "assistant")
+        asked = [_join_parts(row[name] or "") for name in (prompt, inputs) if inputs]
+        before = as_turns("\n\n".join(filter(None, asked)) if inputs else row[prompt], "user")
+    after = as_turns(said, "assistant")
     if before and after and after[0]["role"] in OPENING:
         raise ValueError(f"its answer begins with a turn of {after[0]['role']}: leave that out")
     functions = _functions(tools, row[tools]) if tools else ()
@@ -196,9 +215,10 @@ def _join_parts(content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise ValueError(f"it has no text, but {content!r:.60}")
-    if bad := [part for part in content if not isinstance(part.get("text"), str)]:
+    parts = [part if isinstance(part, dict) else {"type": part} for part in content]
+    if bad := [part for part in parts if not isinstance(part.get("text"), str)]:
         raise ValueError(f"a turn holds {bad[0].get('type')}, and only text can be learned from")
-    return "".join(part["text"] for part in content)
+    return "".join(part["text"] for part in parts)
 
 
 def as_turns(value: Any, role: str) -> list[Turn]:
@@ -207,11 +227,22 @@ def as_turns(value: Any, role: str) -> list[Turn]:
     Raises ValueError for others, for a picture, for a role that is not known and for calls of tools
     that cannot be read.
     """
+    value = decode_turns(value)
     value = {"role": role, "content": value} if isinstance(value, str) else value
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError(f"it has no text and no turns, but {value!r:.60}")
     return [_as_turn(turn) for turn in turns]
+
+
+def decode_turns(value: Any) -> Any:
+    """Return the turns that a text, or each text of a list, is as JSON; others as they are."""
+    found = _decode(value)
+    turns = [*map(_decode, found)] if isinstance(found, list) else [found]
+    keys = [{*turn} if isinstance(turn, dict) else set[str]() for turn in turns]
+    speak = all(names & {"role", "from"} for names in keys)
+    say = any(names & {"content", "value"} for names in keys)
+    return turns if speak and say else value
 
 
 def _as_turn(turn: dict[str, Any]) -> Turn:
@@ -228,7 +259,7 @@ def _as_turn(turn: dict[str, Any]) -> Turn:
         raise ValueError(f"a turn has the {wrong[0]} {turn[wrong[0]]!r}: only 0 and 1 are read")
     calls = _functions("calls of tools", calls)
     content = _join_parts(content or ("" if calls else content))
-    kept = {name: value for name, value in _without_nulls(turn).items() if name not in TURN}
+    kept = {n: part for n, part in turn.items() if part is not None and n not in TURN}
     return kept | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
 
 
@@ -237,10 +268,11 @@ def _functions(what: str, values: Any) -> list[dict[str, Any]]:
     values = _decode(values)
     functions = []
     for value in values if isinstance(values, list) else [values]:
-        value = _without_nulls(_decode(value))
+        value = _decode(value)
         if not isinstance(value, dict):
             raise ValueError(f"its {what} are not JSON objects: {value!r:.60}")
         function = value.get("function", value)
+        function = {name: part for name, part in function.items() if part is not None}
         if "arguments" in function:  # most templates would quote JSON once more
             arguments = _decode(function["arguments"] or "{}")
             if isinstance(arguments, str):
@@ -261,7 +293,7 @@ def _decode(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove the nulls that a table holds for fields that only other rows have."""
+    """Return a value of a table without the nulls in it, but with those of lists."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
