@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trainkit.language.pretrained import LanguageConfig
 
 NUM_AT_ONCE = 8  # pairs of a batch
+SPLIT = "chosen and rejected, split where they begin to differ, as by TRL, in no chat template"
 
 
 class Pair(NamedTuple):
@@ -78,19 +79,23 @@ def read_pair(row: Any) -> tuple[str, tuple[Conversation, Conversation]]:
     """Return what is read, the chosen and the rejected conversation: they begin with one prompt.
 
     The row has chosen and rejected, as texts, turns or lists of turns, and the prompt in a column
-    of its own, at the start of both lists, or both. Raises ValueError for others.
+    of its own, at the start of both lists, or both. Two texts without a column of a prompt are
+    split where they begin to differ. Raises ValueError for others.
     """
     if not isinstance(row, dict) or not {"chosen", "rejected"} <= {*row}:
         raise ValueError("it has no chosen and rejected")
     column = next((name for name in (*PROMPTS, "conversations") if row.get(name)), "")
-    if not column and isinstance(row["chosen"], str):
-        raise ValueError("it has no chosen and rejected as lists of turns, or a prompt beside them")
     prompt = []
     if as_turns(row["chosen"], "assistant")[0]["role"] in OPENING:  # a whole conversation
         prompt = as_turns(row[column], "user")[-1:] if column else []
         row = {name: value for name, value in row.items() if name != column}
         column = ""
     chosen, rejected = (read_conversation(row, column, side) for side in ("chosen", "rejected"))
+    if chosen.text is not None and rejected.text is not None:
+        num = split_at(chosen.text, rejected.text)
+        return SPLIT, (chosen._replace(num_prompt=num), rejected._replace(num_prompt=num))
+    if chosen.text is not None or rejected.text is not None:
+        raise ValueError("one of chosen and rejected is a text, and the other has turns")
     num = num_equal(comparable(chosen.turns), comparable(rejected.turns))
     num = max(0, min(num, len(chosen.turns) - 1, len(rejected.turns) - 1))
     has_prompt = not prompt or comparable(prompt)[0] in comparable(chosen.turns[:num])
@@ -99,6 +104,15 @@ def read_pair(row: Any) -> tuple[str, tuple[Conversation, Conversation]]:
     turns = chosen.turns[:num] + rejected.turns[num:]
     both = chosen._replace(num_prompt=num), rejected._replace(num_prompt=num, turns=turns)
     return "chosen and rejected", both
+
+
+def split_at(chosen: str, rejected: str) -> int:
+    """Return where the prompt of two texts ends, by the rule of extract_prompt of TRL.
+
+    It is their first difference, or the space before it, and each answer has a letter or more.
+    """
+    num = max(0, min(num_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
+    return num - (chosen[:num][-1:] == " ")
 
 
 def collate_pairs(pairs: list[Pair]) -> PairBatch:

@@ -87,6 +87,9 @@ class Chat:
         if self.tokenizer.chat_template:
             turns = Conversation([{"role": "user", "content": prompt}]).with_system(system).turns
             return self.tokenize(self.render(self.hide(turns), ask=True))
+        return self._ask_plainly(prompt)
+
+    def _ask_plainly(self, prompt: str) -> list[int]:
         # A token is predicted from those before it, so the first one of an answer needs one too.
         start = [self.tokenizer.eos_token_id, self.tokenizer.bos_token_id]
         return self.begin(prompt) or [token for token in start if token is not None][:1]
@@ -102,14 +105,16 @@ class Chat:
         turns = conversation.turns
         eos = self.tokenizer.eos_token_id
         end = [] if eos is None else [eos]
-        if conversation.text is not None:
-            tokens = self.begin(conversation.text) + end
+        text, num = conversation.text, conversation.num_prompt
+        if text is not None and not num:
+            tokens = self.begin(text) + end
             return [_sample(tokens, [(0, len(tokens))])]
-        if not self.tokenizer.chat_template:
-            if [turn["role"] for turn in turns] != ["user", "assistant"]:
+        if text is not None or not self.tokenizer.chat_template:
+            if not text and [turn["role"] for turn in turns] != ["user", "assistant"]:
                 raise ValueError("it has turns, and the tokenizer of --base has no chat template")
-            ask = self.ask(turns[0]["content"])
-            answer = self.tokenizer(turns[1]["content"], add_special_tokens=False).input_ids
+            asked, said = (text[:num], text[num:]) if text else (x["content"] for x in turns)
+            ask = self._ask_plainly(asked)
+            answer = self.tokenizer(said, add_special_tokens=False).input_ids
             answer += end if answer[-1:] != end else []
             return [_sample(ask + answer, [(len(ask), len(ask + answer))])]
         turns = [self._prepare(turn) for turn in turns]
@@ -195,11 +200,6 @@ def num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _missing(text: str, *parts: str) -> str:
-    """Return the first part that the text lacks, or "". Templates strip white space: ignored."""
-    text = "".join(text.split())
-    return next((part for part in parts if "".join(part.split()) not in text), "")
-
 def _others(turn: Turn) -> Iterator[tuple[str, Turn]]:
     """Yield each call and each thought of a turn, as a text, and the turn with another one."""
     calls = turn.get("tool_calls", [])
@@ -213,6 +213,11 @@ def _others(turn: Turn) -> Iterator[tuple[str, Turn]]:
         if turn.get(name):
             yield f"{turn[name]}", turn | {name: f"{turn[name]}_"}
 
+
+def _missing(text: str, *parts: str) -> str:
+    """Return the first part that the text lacks, or "". Templates strip white space: ignored."""
+    text = "".join(text.split())
+    return next((part for part in parts if "".join(part.split()) not in text), "")
 
 
 def _sample(tokens: list[int], spans: list[tuple[int, int]]) -> Sample:
