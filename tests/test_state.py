@@ -124,7 +124,8 @@ def test_a_state_comes_back_with_its_types_and_into_what_the_script_has(tmp_path
     state.values |= {"hidden": (tensor, None), "n": np.float32(2.5), "tally": Counter("aab")}
     state.values |= {"seen": deque([array, float("-inf")], maxlen=3), "in": inner, "empty": [{}]}
     state.values |= {"deep": {("x", 1): True, 3: deque([deque()])}}
-    before, mark = repr(state.values), state.mark()
+    before = repr(state.values)
+    state.note()
     torch.save(state.state_dict(), tmp_path / "file")
     saved = load_tree(tmp_path / "file")
     new = State()
@@ -135,7 +136,8 @@ def test_a_state_comes_back_with_its_types_and_into_what_the_script_has(tmp_path
     array += 1
     inner[1]["a"] = 5
     seen.append(3)
-    assert state.has_changed(mark)
+    with pytest.raises(RuntimeError, match=r"run.state was changed after it, and"):
+        state.check_unchanged("it", "so")
     state.values["later"] = 1
     state.load_state_dict(saved)
     assert state.values.pop("later") == 1 and repr(state.values) == before

@@ -1,5 +1,6 @@
 """run.state: what a script carries from step to step besides what it has prepared."""
 
+import copy
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,6 @@ MOST_TENSORS = 10_000  # saving and comparing them takes 0.8 s
 MOST_LEVELS = 100  # a container that holds itself has more
 
 Place = tuple[Any, ...]  # the keys and numbers that lead to a value
-Mark = tuple[list[tuple[str, str]], list[torch.Tensor]]  # the tensors live on, as do their ids
 
 
 class State:
@@ -31,9 +31,13 @@ class State:
     Attributes:
         values: what the script reads and changes.
         saved: what a checkpoint held; None once put_back() has been called.
+        noted: what it was when it had to stay so, None while it may change.
+        kept: what it was after the steps before an evaluation.
     """
 
     def __init__(self) -> None:
+        self.noted: tuple[list[tuple[str, str]], list[torch.Tensor]] | None = None
+        self.kept: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
         self.saved: dict[str, Any] | None = None
 
@@ -123,8 +127,24 @@ class State:
                 continue
             raise UsageError(f"{name_of(at)} {problem}: {remedy}")
 
-    def mark(self) -> Mark:
-        """What it is now, for has_changed(mark); a tensor that was replaced counts as changed."""
+    def note(self) -> None:
+        """From here on a change is refused; a tensor that is replaced counts as changed."""
+        self.noted = self._marks()
+
+    def allow_changes(self) -> None:
+        """Allow changes until note() is called."""
+        self.noted = None
+
+    def check_unchanged(self, call: str, remedy: str) -> None:
+        """Raise RuntimeError if it was changed where a resume would lose or repeat that."""
+        if self.noted and self.noted[0] != self._marks()[0]:
+            raise RuntimeError(
+                f"run.state was changed after {call}, and a resume would lose or repeat that: do "
+                f"it before, {remedy}"
+            )
+
+    def _marks(self) -> tuple[list[tuple[str, str]], list[torch.Tensor]]:
+        """What shows a change, and the tensors, which live on so that their ids are not reused."""
         texts, tensors = [], []
         for at, value in parts_of(self.values):
             is_tensor = isinstance(value, torch.Tensor)
@@ -133,9 +153,13 @@ class State:
             texts.append((name_of(at), same))
         return texts, tensors
 
-    def has_changed(self, mark: Mark) -> bool:
-        """Has the script changed something since mark()?"""
-        return mark[0] != self.mark()[0]
+    def keep(self) -> None:
+        """Keep what it is, for go_back()."""
+        self.kept = copy.deepcopy(self.values)
+
+    def go_back(self) -> None:
+        """Become what was kept, for a checkpoint from which a resume repeats what came since."""
+        self.values = self.kept
 
     def hash(self) -> str:
         """A text that differs between processes if one byte does."""

@@ -159,12 +159,14 @@ class Results:
             self._write_model(numbered(name, number), model, {})
 
 
-def write_start(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Write run.json, and remove DONE, which is there if this run finished before."""
+def write_start(accelerator: Accelerator, config: TrainingConfig, project: str) -> None:
+    """Write run.json, start the trackers, and remove DONE of a run that finished before."""
     with failing_together(accelerator, f"--run-dir {config.run_dir} cannot be used"):
         if accelerator.is_main_process:
             (config.run_dir / "DONE").unlink(missing_ok=True)
             write_json(config.run_dir / "run.json", describe_run(accelerator, config))
+    flags = {name: str(value) for name, value in vars(config).items()}
+    accelerator.init_trackers(project, flags)
 
 
 def check_predictions(

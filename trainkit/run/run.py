@@ -6,12 +6,10 @@ It passes one value for each sample (or token), and Run computes the means over 
 micro-batches. Run never calls the model, backward or step, and never looks into a batch.
 """
 
-import copy
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from torch.utils.data import DataLoader
 from trainkit.checkpoints.contents import Contents, Frozen
 from trainkit.checkpoints.resume import fingerprint_run
 from trainkit.checkpoints.save import Checkpoints, start_from
-from trainkit.checkpoints.state import Mark
 from trainkit.config import TrainingConfig
 from trainkit.errors import EXIT_STOPPED
 from trainkit.launch.processes import start_beating, wait_for_all
@@ -66,8 +63,6 @@ class Run:
         self.project = project
         self.stage = "new"
         self.resources = ExitStack()
-        self.state_mark: Mark | None = None  # of run.state when it had to stay as it was
-        self.may_change_state = False  # before run.steps(...): starts_epoch was asked for, and true
 
     def __enter__(self) -> "Run":
         need(self, "`with run`", "new")
@@ -164,9 +159,7 @@ class Run:
         """Write run.json, and start what watches the steps."""
         if self.progress.step == 0 and started_from:
             self.print(started_from)
-        write_start(self.accelerator, self.config)  # a refused resume leaves DONE and run.json
-        flags = {name: str(value) for name, value in vars(self.config).items()}
-        self.accelerator.init_trackers(self.project, flags)
+        write_start(self.accelerator, self.config, self.project)  # a refused resume leaves them
         num_steps = self.length.last_step - self.progress.step
         self.profile = Profile(self.accelerator, self.config, num_steps, self.print)
         self.resources.callback(self.profile.close)
@@ -184,27 +177,26 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the script carries besides weights: saved, and restored by begin().
+        """What the script carries besides weights, a dict: saved, and restored by begin().
 
-        A dict of numbers, texts, None, tensors, arrays, lists, tuples, deques and dicts. A resume
-        gives them back as they were, and puts the content of a list or tensor into the one that is
-        there, so that a name for it stays right. It must be equal on all processes, which is
-        compared at each save, and may change before run.epochs(), inside `if run.starts_epoch:`,
-        in a step before run.end_step(), and before run.end_epoch(...).
+        It holds numbers, texts, None, tensors, arrays, lists, tuples, deques and dicts, equal on
+        all processes. It may change before run.epochs(), inside `if run.starts_epoch:`, in a step
+        before run.end_step(), and before run.end_epoch(...).
         """
         need(self, "run.state", "ready", "epoch", *IN_BATCH, "trained", "over")
         return self.checkpoints.state.values
 
     @property
     def starts_epoch(self) -> bool:
-        """Whether an epoch begins here, before run.steps(...); False where a resume continues one.
+        """Whether an epoch begins here, before run.steps(...); False where a resume goes on.
 
-        What is made from the weights at the start of an epoch is made inside `if run.starts_epoch:`
-        and kept in run.state.
+        Inside `if run.starts_epoch:` is made what run.state keeps for an epoch, from its weights.
         """
         need(self, "run.starts_epoch", "epoch")
-        self.may_change_state = self.progress.step_in_epoch == 0
-        return self.may_change_state
+        is_start = self.progress.step_in_epoch == 0
+        if is_start:
+            self.checkpoints.state.allow_changes()
+        return is_start
 
     @allowed("ready")
     def epochs(self) -> Iterator[int]:
@@ -212,24 +204,16 @@ class Run:
 
         The body must run steps() to its end and then call end_epoch(). stop() ends the run early.
         """
-        self.checkpoints.state.put_back()  # what the script has set since, for a new run
+        state = self.checkpoints.state
+        state.put_back()  # what the script has set since, for a new run
         while not self.length.is_over(self.progress) or self.length.must_evaluate(self.progress):
             wait_for_all(self.accelerator, self.config.time_limit)
-            self._check_state("run.end_epoch(...)", "or inside `if run.starts_epoch:` after it")
-            self.state_mark = self.checkpoints.state.mark()
-            self.may_change_state = False
+            state.check_unchanged("run.end_epoch(...)", "or inside `if run.starts_epoch:` after it")
+            state.note()
             self._seed("in epoch", self.progress.epoch)
             self.stage = "epoch"
             yield self.progress.epoch
             need(self, "the next epoch", "ready")
-
-    def _check_state(self, call: str, remedy: str) -> None:
-        """Raise RuntimeError if run.state was changed where a resume would lose or repeat that."""
-        if self.state_mark and self.checkpoints.state.has_changed(self.state_mark):
-            raise RuntimeError(
-                f"run.state was changed after {call}, and a resume would lose or repeat that: do "
-                f"it before, {remedy}"
-            )
 
     @allowed("epoch")
     def steps(self, loader: DataLoader, count: CountValues | None = None) -> Iterator[Any]:
@@ -250,8 +234,8 @@ class Run:
         num_done = self.length.num_done(progress)
         batches = check_loader(self.accelerator, loader, "run.steps(...)", to_train=True)
         self.prepared.check_unchanged()
-        if not self.may_change_state:
-            self._check_state("the start of an epoch", "or inside `if run.starts_epoch:`")
+        state = self.checkpoints.state
+        state.check_unchanged("the start of an epoch", "or inside `if run.starts_epoch:`")
         self.checkpoints.contents.registered.check_late()
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
@@ -266,7 +250,7 @@ class Run:
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
                 self.checkpoints.save(progress)
             else:  # a signal in the evaluation saves this: a resume repeats what comes after it
-                self.state_after_steps = copy.deepcopy(self.checkpoints.state.values)
+                state.keep()
         self.log.start_evaluation()
         self._seed("in evaluation", progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
@@ -274,9 +258,8 @@ class Run:
     def _is_due(self) -> bool:
         """Is a checkpoint due with this evaluation, whatever its metrics are?"""
         progress, every = self.progress, self.config.save_every
-        if self.config.dry_run:
-            return False
-        return not every or progress.step % every == 0 or self.length.is_over(progress)
+        is_wanted = not every or progress.step % every == 0 or self.length.is_over(progress)
+        return is_wanted and not self.config.dry_run
 
     def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
         progress, length = self.progress, self.length
@@ -284,28 +267,21 @@ class Run:
         while length.num_in_step(progress):
             before = progress.step
             self.step.start(progress)
-            micro_batches: Iterable[Any] = islice(batches, self.step.num_micro_batches)
-            if count and self.config.accumulate > 1:
-                micro_batches = list(micro_batches)
-                self.step.count_ahead(count, micro_batches)
-            for micro_batch in micro_batches:
+            for micro_batch in self.step.take_micro_batches(batches, count):
                 self.step.start_micro_batch(loader)
                 self.stage = "batch"
                 yield micro_batch
                 need(self, "the next batch", "counted")
             if before < progress.step == self.checkpoints.saved_step:  # fp16 may have skipped it
                 self.prepared.check_unchanged()
-                self._check_state("run.save()", "or in the next step")
+                self.checkpoints.state.check_unchanged("run.save()", "or in the next step")
             if length.is_over(progress) or length.must_evaluate(progress):
                 break
         loader.end()  # tells Accelerate that this loader is not read further
 
     @property
     def num_samples(self) -> int:
-        """How many samples this process has in the current batch; 0: only padding, which counts 0.
-
-        Also in the functions of evaluate and predict.
-        """
+        """How many samples this process has in the current batch; 0: only a padding sample."""
         if self.stage in ("ready", "epoch", "trained") and self.step.num_evaluated is not None:
             return self.step.num_evaluated
         need(self, "run.num_samples", *IN_BATCH)
@@ -332,8 +308,7 @@ class Run:
 
         Without it each is clipped by its own. Inside an accumulation window it does nothing.
         """
-        if self.accelerator.sync_gradients:
-            self.step.clip_and_check(*optimizers)
+        self.step.clip_and_check(*optimizers)
 
     @allowed(*IN_BATCH)
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
@@ -344,10 +319,9 @@ class Run:
     def mean(self, values: Tensor) -> Tensor:
         """The mean of `values`, (samples, ...), over all samples of the step, as (...).
 
-        It is the same on every process, has no gradient, and padding counts nothing: run.state may
-        follow it. With --accumulate it is that of the whole step, so call it in each micro-batch,
-        and use what it returns inside `if accelerator.sync_gradients:`; before that any use of it
-        raises RuntimeError.
+        It is the same on every process, has no gradient, and padding counts nothing. Call it in
+        each micro-batch of --accumulate, and use what it returns inside
+        `if accelerator.sync_gradients:`; before that any use of it raises RuntimeError.
         """
         return self.step.mean_of_samples(values)
 
@@ -356,13 +330,12 @@ class Run:
         """Write a row for each sample of the batch, of all processes, into a table of run.state.
 
         It is for what belongs to samples or streams, such as hidden states: every process has the
-        whole table, so another number of processes can go on with it. Call it in each micro-batch.
+        whole table. Call it in each micro-batch.
 
-        Args:
-            table: (rows, ...), equal on all processes.
-            index: (samples,), int64, the row of the table for each sample of this process's batch;
-                of a row that comes twice the last one counts.
-            rows: (samples, ...), what is written there, without its gradient.
+        table: (rows, ...), equal on all processes.
+        index: (samples,), int64, where in it the row of each sample of this process's batch goes;
+            of a row that comes twice the last one counts.
+        rows: (samples, ...), written without a gradient.
         """
         self.step.put(table, index, rows)
 
@@ -372,12 +345,10 @@ class Run:
 
         They are unreduced, as in step_mean. Their means over all processes are logged as train_NAME
         at each evaluation; those whose name begins with "loss" also every --log-every steps.
-
         mask, weights: a tensor for all values, or a dict with one for some of the names.
         """
-        num, device = self.step.num_samples, self.accelerator.device
-        call, sizes = "run.add(...)", self.step.sizes
-        self.means.add_all(sums_of(call, values, mask, weights, num, sizes, device))
+        num, sizes, device = self.step.num_samples, self.step.sizes, self.accelerator.device
+        self.means.add_all(sums_of("run.add(...)", values, mask, weights, num, sizes, device))
 
     @allowed(*IN_BATCH, "trained")
     def stop(self) -> None:
@@ -428,7 +399,8 @@ class Run:
         with self.ema.trained_weights():
             self.step.check_weights()
             self.checkpoints.save(self.progress)
-        self._note()
+        self.prepared.note()
+        self.checkpoints.state.note()
         if self.signals.stopping:
             self.checkpoints.commits.wait()
             self.checkpoints.wait_for_mirror(self.config.timeout)
@@ -446,10 +418,7 @@ class Run:
 
     @allowed("ready", "epoch", "trained")
     def predict(self, loader: DataLoader, function: Callable[[Any], Any]) -> Any:
-        """Return what function(batch) gives for each sample of the evaluation set, in its order.
-
-        Each sample comes once, on every process: see evaluation.predict.
-        """
+        """Return function(batch) of each evaluated sample, once and in order: see evaluation.py."""
         return self._evaluate(evaluation.predict, loader, function)
 
     def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
@@ -465,7 +434,7 @@ class Run:
             self._end_dry_run("a batch of the evaluation")
         if self.signals.stopping:
             if self.checkpoints.saved_step != self.progress.step:
-                self.checkpoints.state.values = self.state_after_steps
+                self.checkpoints.state.go_back()
             self.stage = "must save"
             self.save()
         return collected
@@ -508,12 +477,8 @@ class Run:
         if unknown_metric:  # raised after saving, so that the epoch is not lost
             self.checkpoints.commits.wait()
             raise unknown_metric
-        self._note()
-
-    def _note(self) -> None:
-        """Remember what must not change until the next step or epoch."""
         self.prepared.note()
-        self.state_mark = self.checkpoints.state.mark()
+        self.checkpoints.state.note()
 
     def finish(self, next_command: str = "") -> dict[str, float]:
         """Write weights, pictures and, last, DONE; return the metrics of the last evaluation.
@@ -525,13 +490,9 @@ class Run:
             raise out_of_order("run.finish()", self.stage)
         wait_for_all(self.accelerator, self.config.time_limit)
         self.checkpoints.commits.wait()
-        self.results.finish(
-            self.progress,
-            self.ema.trained_weights,
-            next_command or self.next_command,
-            self.print,
-            self.checkpoints.finish_mirror,
-        )
+        command = next_command or self.next_command
+        trained, mirror = self.ema.trained_weights, self.checkpoints.finish_mirror
+        self.results.finish(self.progress, trained, command, self.print, mirror)
         self.stage = "over"
         leave_if_missed(self.config, self.progress.metrics, self.print)
         return dict(self.progress.metrics)

@@ -1,6 +1,7 @@
 """The current optimizer step: its number of samples, its means and its gradients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -101,12 +102,18 @@ class Step:
         """How many there are in this step, which has fewer if it is short."""
         return -(-self.num_in_step // self.micro_batch_size)
 
-    def count_ahead(self, count: CountValues, micro_batches: Sequence[Any]) -> None:
-        """Add up count(micro_batch) over the step, on every process; see Divisors."""
-        rank = self.accelerator.process_index
+    def take_micro_batches(
+        self, batches: Iterator[Any], count: CountValues | None
+    ) -> Iterable[Any]:
+        """The micro-batches of this step; count adds up over them first, see Divisors."""
+        micro_batches = islice(batches, self.num_micro_batches)
+        if count is None or self.config.accumulate == 1:
+            return micro_batches
+        taken, rank = [*micro_batches], self.accelerator.process_index
         firsts = range(0, self.num_in_step, self.micro_batch_size)
         has_samples = [self.rows_of(rank, first)[1] > 0 for first in firsts]
-        self.divisors.count_micro_batches(count, micro_batches, has_samples)
+        self.divisors.count_micro_batches(count, taken, has_samples)
+        return taken
 
     def start_micro_batch(self, loader: DataLoader) -> None:
         """Seed the random numbers of the next forward pass by where it is in the step."""
@@ -180,6 +187,8 @@ class Step:
         noticed one step later, but always before a checkpoint. Every process must call this. Raises
         RunFailure on all of them.
         """
+        if not self.accelerator.sync_gradients:
+            return
         for optimizer in optimizers:
             if optimizer not in self.optimizers:
                 raise RuntimeError(
