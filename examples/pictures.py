@@ -5,7 +5,6 @@ python examples/pictures.py --dataset fruit --freeze    trains the last layer al
 """
 
 import math
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from trainkit import (
     make_optimizer,
     make_scheduler,
     parse,
+    say_next,
     startup,
 )
 
@@ -99,8 +99,7 @@ def load_data(config: Config) -> tuple:
     config.set_unset({"epochs": epochs})
     metadata |= {"script": Path(__file__).stem, "classes": train_set.classes}
     metadata |= {"reading": train_set.split.reading}
-    next_command = f"python app.py {shlex.quote(str(config.run_dir))}"
-    return train_set, eval_set, network, metadata, plan | lines | {"next": next_command}
+    return train_set, eval_set, network, metadata, plan | lines | say_next(config)
 
 
 def make_head(network: nn.Module, classes: list[str]) -> nn.Linear:

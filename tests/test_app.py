@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from trainkit import app, predict
+
 import colours
 import numpy as np
 import pandas as pd
@@ -21,8 +23,6 @@ from conftest import refused, wait_until
 from faults import free_port
 from PIL import Image
 
-import app
-import predict
 from trainkit.tables.columns import Column, encode
 from trainkit.tools import answers, page
 

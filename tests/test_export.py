@@ -4,12 +4,13 @@ import shutil
 import sys
 from unittest import mock
 
+from trainkit import predict
+
 import colours
 import pytest
 from conftest import NUM_TEST, ROOT, refused, rows
 from huggingface_hub import HfApi, ModelCard
 
-import predict
 from trainkit.errors import RunFailure
 from trainkit.tools import export
 

@@ -1,12 +1,13 @@
 """Photographs of digits are read, and what is not one digit is called unsure."""
 
+from trainkit import predict
+
 import numpy as np
 import pytest
 import torch
 from conftest import first_pictures
 from PIL import Image, ImageFilter, ImageOps
 
-import predict
 from trainkit.pictures import framing
 from trainkit.reading.predictor import calibrate
 

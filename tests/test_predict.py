@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+from trainkit import predict
+
 import colours
 import pandas as pd
 import pytest
@@ -10,7 +12,6 @@ import torch
 from conftest import posix_only, refused, saved
 from PIL import Image, ImageOps
 
-import predict
 from trainkit.store.weights import write_tensors
 
 

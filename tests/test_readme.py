@@ -140,6 +140,8 @@ def check_script(module: str, words: list[str], num_processes: int):
     script = importlib.import_module(module)
     if hasattr(script, "__path__"):  # a package, which `python -m` runs by this name
         script = importlib.import_module(f"{module}.__main__")
+    if module in ("predict", "app"):
+        script = importlib.import_module(f"trainkit.{module}")
     source = Path(script.__file__).read_text()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # @FILE is read from there

@@ -9,6 +9,8 @@ import pickle
 import re
 from pathlib import Path
 
+from trainkit import predict
+
 import pytest
 import torch
 from conftest import posix_only, refused
@@ -16,7 +18,6 @@ from made_pictures import dataset, parquet
 from PIL import Image
 from saving import write_hostile
 
-import predict
 import train_mnist
 from trainkit.hashes import digest_file
 from trainkit.launch import startup

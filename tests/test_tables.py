@@ -8,6 +8,8 @@ import re
 import shlex
 from pathlib import Path
 
+from trainkit import predict
+
 import datasets
 import numpy as np
 import pandas as pd
@@ -18,7 +20,6 @@ from accelerate import Accelerator
 from conftest import posix_only, refused, saved
 from made_tables import frame, load, make_table
 
-import predict
 from examples import table as script
 from trainkit.numbers.loaders import InMemory
 from trainkit.tables import Column, encode, measure_classes, measure_numbers, network

@@ -8,13 +8,14 @@ import io
 import json
 import shutil
 
+from trainkit import predict
+
 import pandas as pd
 import pytest
 import torch
 from conftest import refused, rows
 from made_texts import LINES
 
-import predict
 from examples import text
 from trainkit.config import parse
 from trainkit.texts import bags, encoders, texts

@@ -1,6 +1,5 @@
 """Small grey pictures, of files of any size and mode, as one uint8 tensor for each side."""
 
-import shlex
 from collections import Counter
 from typing import Any
 
@@ -11,6 +10,7 @@ from trainkit.numbers.loaders import InMemory
 from trainkit.pictures.files import read_square
 from trainkit.pictures.flags import GreyConfig
 from trainkit.pictures.sets import Split, load_labelled, load_sets
+from trainkit.reading.paths import say_next
 from trainkit.reading.splits import describe_equal
 
 # Defaults for a set like MNIST, and those that differ for a much smaller one, on which the first
@@ -47,8 +47,7 @@ def load_grey(
     metadata = {"classes": train.classes, "pictures": pictures, "reading": train.reading}
     lines = {"data": plan.pop("data"), "pictures": pictures["read_as"]}
     sizes = set_by_number(config, len(train_set), usual or {}, for_small_set or {})
-    next_command = f"python app.py {shlex.quote(str(config.run_dir))}"
-    return train_set, eval_set, metadata, lines | plan | sizes | {"next": next_command}
+    return train_set, eval_set, metadata, lines | plan | sizes | say_next(config)
 
 
 def set_by_number(

@@ -72,7 +72,8 @@ class TableRows(Predictor):
             notes.append(f"outside the range of the training rows: {name_rows(outside)}")
         if why:
             notes.append(f"no prediction for {name_rows(why)}")
-        shown = rows.head().to_string(index=False, max_cols=6, max_colwidth=20, line_width=79)
+        sizes = {"max_cols": 6, "max_colwidth": 20, "line_width": 79}
+        shown = rows.head().to_string(index=False, na_rep="", **sizes)
         return "\n".join([*notes, shown])
 
 

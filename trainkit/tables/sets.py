@@ -6,7 +6,6 @@
 import csv
 import io
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +36,7 @@ from trainkit.reading.frames import (
     read_parts,
     typed,
 )
+from trainkit.reading.paths import say_next
 from trainkit.reading.recall import describe_classes
 from trainkit.tables import network
 from trainkit.tables.columns import (
@@ -393,11 +393,6 @@ def make_number_sets(features: torch.Tensor, targets: torch.Tensor, config: Any)
     train_set = InMemory(inputs[train], outputs[train])
     eval_set = InMemory(inputs[test], outputs[test], test)
     return TableSets(train_set, eval_set, metadata, say_next(config))
-
-
-def say_next(config: Any) -> dict[str, str]:
-    """Return what run.finish prints last: the command that shows the run."""
-    return {"next": f"python app.py {shlex.quote(str(config.run_dir))}"}
 
 
 def describe_use(learned: dict[str, Column], rows: UsedRows) -> dict[str, str]:
