@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from trainkit import (
+from trainkit import (  # pip install .
     UNSET,
     Dropout,
     NonNegative,

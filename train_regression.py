@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup  # pip install .
 
 import torch
 import torch.nn.functional as F

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, make_loaders, make_optimizer, make_scheduler, shards, startup
+from trainkit import (  # pip install .
+    Run,
+    make_loaders,
+    make_optimizer,
+    make_scheduler,
+    shards,
+    startup,
+)
 
 import torch
 import torch.nn.functional as F

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import (
+from trainkit import (  # pip install .
     Run,
     Share,
     compiled_with_model,
@@ -19,7 +19,6 @@ from trainkit import (
     make_optimizer,
     make_scheduler,
     parse,
-    say_next,
     startup,
 )
 
@@ -99,7 +98,7 @@ def load_data(config: Config) -> tuple:
     config.set_unset({"epochs": epochs})
     metadata |= {"script": Path(__file__).stem, "classes": train_set.classes}
     metadata |= {"reading": train_set.split.reading}
-    return train_set, eval_set, network, metadata, plan | lines | say_next(config)
+    return train_set, eval_set, network, metadata, plan | lines
 
 
 def make_head(network: nn.Module, classes: list[str]) -> nn.Linear:

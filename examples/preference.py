@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, by_length, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import (  # pip install .
+    Run,
+    by_length,
+    make_loaders,
+    make_optimizer,
+    make_scheduler,
+    startup,
+)
 
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import InMemory, Run, make_loaders, make_optimizer, make_scheduler, startup
+from trainkit import (  # pip install .
+    InMemory,
+    Run,
+    make_loaders,
+    make_optimizer,
+    make_scheduler,
+    startup,
+)
 
 import numpy as np
 import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # trainkit/ lies beside examples/
-from trainkit import Run, make_loaders, make_optimizer, make_scheduler, say_next, startup
+from trainkit import Run, make_loaders, make_optimizer, make_scheduler, startup  # pip install .
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ def load_data(config: Config) -> tuple:
     encoder, tokenizer = read_encoder(config)
     *parts, num_bits, plan = make_samples(sets, config.max_tokens, tokenizer)
     check_tokens(encoder, tokenizer, parts)
-    plan = plan | fit_bag(config, len(sets.train)) | say_next(config)
+    plan = plan | fit_bag(config, len(sets.train))
     metadata = {"script": Path(__file__).stem, "input": "text", "classes": sets.classes}
     metadata |= {"encoder": encoder, "max_tokens": config.max_tokens, "num_bits": num_bits}
     return *parts, metadata | sets.columns, plan, tokenizer

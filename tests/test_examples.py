@@ -30,6 +30,7 @@ def test_a_copy_in_another_folder_ends_with_the_error_that_the_docs_name(tmp_pat
         ended = subprocess.run([sys.executable, "-ES", copy], capture_output=True, text=True)
         assert ended.returncode == 1
         assert f"`{ended.stderr.splitlines()[-1]}`" in docs, (path, ended.stderr)
+        assert "# pip install ." in ended.stderr or path.stem in ("predict", "app"), path
 
 
 def test_the_five_edits_of_the_docs_make_a_script_that_learns(fork_main, tmp_path):

@@ -28,13 +28,13 @@ MODULES = {
     "config": "UNSET Count Fraction MayChange Metric NonNegative Optimizer Positive ReadOnlyIf "
     "Rule Schedule Seed Share TrainingConfig flag parse",
     "errors": "EXIT_TARGET_MISSED LoneFailure RunFailure UsageError as_usage_error",
-    "reading.paths": "CLONE refuse_pipe say_next",
+    "reading.paths": "refuse_pipe",
     "reading.predictor": "Classifier Predictor",
     "repairs.private_names": "plain_name",
     "repairs.replaced": "name_without_compiler",
     "store.atomic": "write_durably",
     "store.jsons": "from_exact_json",
-    "store.records": "PREDICTIONS load_predictions",
+    "store.records": "CLONE PREDICTIONS load_predictions",
     "text": "count printable shorten",
 }
 # Modules of which scripts call startup.run(main) and shards.make(accelerator, build).

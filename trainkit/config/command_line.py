@@ -102,7 +102,7 @@ def _read_files(words: Iterable[str]) -> Iterator[str]:
             yield word
             continue
         with as_usage_error(f"{word} cannot be read"):
-            text = Path(word[1:]).read_text().replace("\\\n", "")
+            text = Path(word[1:]).read_text("utf-8").replace("\\\n", "")
             inside = shlex.split(COMMENT.sub("", text))
         yield from _read_files(inside)
 

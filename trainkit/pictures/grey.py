@@ -10,7 +10,6 @@ from trainkit.numbers.loaders import InMemory
 from trainkit.pictures.files import read_square
 from trainkit.pictures.flags import GreyConfig
 from trainkit.pictures.sets import Split, load_labelled, load_sets
-from trainkit.reading.paths import say_next
 from trainkit.reading.splits import describe_equal
 
 # Defaults for a set like MNIST, and those that differ for a much smaller one, on which the first
@@ -37,8 +36,7 @@ def load_grey(
 
     Returns:
         Both sets; what predict.py needs beside "input", "size", "mean" and "std", as metadata:
-        "classes", "pictures" and "reading"; and lines of the plan, whose "next" is the command that
-        a run ends with.
+        "classes", "pictures" and "reading"; and lines of the plan.
     """
     options = {"num_held_out": config.validation_split}
     train, held_out, plan = load_labelled(config, read_square, (1, size, size), **options)
@@ -47,7 +45,7 @@ def load_grey(
     metadata = {"classes": train.classes, "pictures": pictures, "reading": train.reading}
     lines = {"data": plan.pop("data"), "pictures": pictures["read_as"]}
     sizes = set_by_number(config, len(train_set), usual or {}, for_small_set or {})
-    return train_set, eval_set, metadata, lines | plan | sizes | say_next(config)
+    return train_set, eval_set, metadata, lines | plan | sizes
 
 
 def set_by_number(

@@ -2,13 +2,11 @@
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
 from trainkit.text import count, nfc
@@ -22,30 +20,6 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 FILE_NAME = re.compile(
     r"\.(csv|tsv|txt|jsonl?|ndjson|parquet|arrow|feather|xlsx?|gz|zip|tar|tgz|jpe?g|png)$", re.I
 )
-
-
-# The folder of predict.py, app.py and the scripts, if this kit is not installed elsewhere.
-_home = Path(__file__).resolve().parents[2]
-CLONE = _home if (_home / "train_mnist.py").is_file() else None
-
-
-def say_next(config: Any) -> dict[str, str]:
-    """Return what run.finish prints last: the command that shows the run from this folder.
-
-    config: of a script, which declares its class; app.py is told where any other script lies.
-    """
-    words = ["-m", "trainkit.app"] if CLONE is None else [_from_here(CLONE / "app.py")]
-    words.append(str(config.run_dir))
-    script = getattr(sys.modules.get(type(config).__module__), "__file__", None)  # or a notebook
-    path = Path(script or "").resolve()
-    if script and (CLONE is None or path.parent not in (CLONE, CLONE / "examples")):
-        words += ["--script", _from_here(path)]
-    return {"next": f"python {shlex.join(words)}"}
-
-
-def _from_here(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from trainkit.run.profile import Profile
 from trainkit.run.results import Results, check_predictions, write_start
 from trainkit.run.session import leave_processes, start_accelerator
 from trainkit.run.step import CountValues, Step, sums_of
+from trainkit.store.records import page_command
 from trainkit.text import check_json
 
 
@@ -111,8 +112,9 @@ class Run:
 
         Args:
             model: what accelerator.prepare returned for the model, or for each of them.
-            metadata: what a reader of model.safetensors needs, as JSON; equal on a resume.
-            plan: lines to print, by name; "next" is the command that finish() prints last.
+            metadata: what a reader of model.safetensors needs, as JSON; equal on a resume. With
+                "input" finish() prints the command that shows the run in the browser last.
+            plan: lines to print, by name; "next" is the command that is printed instead.
             save_frozen: False leaves frozen weights out of the files that the run writes.
             fixed: modules, files and folders that are used and not trained, such as a teacher, by
                 name. Their content is compared between processes and on a resume.
@@ -121,7 +123,8 @@ class Run:
         accelerator, config, fixed = self.accelerator, self.config, fixed or {}
         self.prepared = Prepared(accelerator, model)
         models = self.models = self.prepared.models
-        self.next_command = (plan or {}).get("next", "")
+        shown = page_command(config) if "input" in metadata else ""
+        self.next_command = (plan or {}).get("next", shown)
         self.print(describe_plan(self, plan or {}))
         if config.dry_run:  # a step and a batch of an evaluation, in a borrowed folder
             self.resources.callback(borrow_run_folder(config).cleanup)
@@ -483,7 +486,7 @@ class Run:
     def finish(self, next_command: str = "") -> dict[str, float]:
         """Write weights, pictures and, last, DONE; return the metrics of the last evaluation.
 
-        next_command is printed last, in place of plan["next"] of begin(). If the metrics miss
+        next_command is printed last, in place of that of begin(). If the metrics miss
         --target, this ends the process with exit code 3.
         """
         if self.stage != "ready" or not self.length.is_over(self.progress):

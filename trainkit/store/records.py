@@ -1,6 +1,8 @@
 """Read the files of a run folder: its description, its metrics and its predictions."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,30 @@ from trainkit.store.jsons import from_exact_json
 from trainkit.store.log import is_evaluation, read_rows
 
 PREDICTIONS = "predictions.safetensors"
+
+# The folder of predict.py, app.py and the scripts, if this kit is not installed elsewhere.
+_home = Path(__file__).resolve().parents[2]
+CLONE = _home if (_home / "train_mnist.py").is_file() else None
+
+
+def page_command(config: Any) -> str:
+    """The command that shows a run in the browser, as it is typed in the current folder.
+
+    config: of a script, which declares its class; app.py is told where it lies if it is no script
+    of this repository.
+    """
+    words = ["-m", "trainkit.app"] if CLONE is None else [_from_here(CLONE / "app.py")]
+    words.append(str(config.run_dir))
+    script = getattr(sys.modules.get(type(config).__module__), "__file__", None)  # or a notebook
+    path = Path(script or "").resolve()
+    if script and (CLONE is None or path.parent not in (CLONE, CLONE / "examples")):
+        words += ["--script", _from_here(path)]
+    return f"python {shlex.join(words)}"
+
+
+def _from_here(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def read_run_json(run_dir: Path) -> dict[str, Any]:

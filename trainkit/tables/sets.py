@@ -36,7 +36,6 @@ from trainkit.reading.frames import (
     read_parts,
     typed,
 )
-from trainkit.reading.paths import say_next
 from trainkit.reading.recall import describe_classes
 from trainkit.tables import network
 from trainkit.tables.columns import (
@@ -185,7 +184,7 @@ def make_table_sets(config: TableConfig) -> TableSets:
         metadata |= scale | {"baseline": numbers[train].mean(0).tolist()}
     train_set = InMemory(inputs[train], outputs[train], fold)
     metadata["edges"] = network.find_edges(train_set.tensors[0])
-    plan = rows.plan | describe_use(learned, rows) | plan | say_next(config)
+    plan = rows.plan | describe_use(learned, rows) | plan
     eval_set = InMemory(inputs[test], outputs[test], torch.from_numpy(rows.numbers[test]))
     return TableSets(train_set, eval_set, metadata, plan)
 
@@ -392,7 +391,7 @@ def make_number_sets(features: torch.Tensor, targets: torch.Tensor, config: Any)
     metadata |= scale | {"baseline": targets.numpy()[train].mean(0).tolist(), "input": "table"}
     train_set = InMemory(inputs[train], outputs[train])
     eval_set = InMemory(inputs[test], outputs[test], test)
-    return TableSets(train_set, eval_set, metadata, say_next(config))
+    return TableSets(train_set, eval_set, metadata, {})
 
 
 def describe_use(learned: dict[str, Column], rows: UsedRows) -> dict[str, str]:

@@ -17,11 +17,17 @@ import time
 from pathlib import Path
 
 from accelerate.utils.other import get_free_port
-from ray import train
-from ray.train.collective import broadcast_from_rank_zero
-from ray.train.torch import TorchTrainer
 
+from trainkit.errors import EXIT_USAGE
 from trainkit.store.records import read_evaluations
+
+try:
+    from ray import train
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.train.torch import TorchTrainer
+except ImportError:
+    print('error: this needs `pip install "ray[train]"`', file=sys.stderr)
+    sys.exit(EXIT_USAGE)
 
 folder = Path.cwd()
 parser = argparse.ArgumentParser()
