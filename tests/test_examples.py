@@ -3,13 +3,18 @@
 Their numbers: tests/test_worlds.py.
 """
 
-import ast
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from conftest import ROOT, rows, run
+
+import train_regression
+from trainkit.store import records
+from trainkit.store.records import page_command
 
 
 def test_an_example_starts_where_it_lies(tmp_path):
@@ -57,14 +62,15 @@ def test_the_five_edits_of_the_docs_make_a_script_that_learns(fork_main, tmp_pat
     assert rows(tmp_path / "run")[-1]["eval_accuracy"] > 0.8
 
 
-def test_what_a_command_of_a_script_names_is_quoted_for_a_shell():
-    """Such as the one after `next:`, in a run folder with blanks."""
-    named = []
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("trainkit/**/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            text = ast.unparse(node) if isinstance(node, ast.JoinedStr) else ""
-            if re.match(r"""f['"]+( --|python (\w+/)?\w+\.py)""", text):
-                values = [value for value in node.values if isinstance(value, ast.FormattedValue)]
-                named += [ast.unparse(value.value) for value in values]
-    assert len(named) >= 4
-    assert all(text.startswith(("shlex.quote(", "typed(")) for text in named), named
+def test_the_command_after_next_is_quoted_for_a_shell(tmp_path, monkeypatch):
+    """From the folder where it is typed."""
+    about = {"input": "picture"}
+    monkeypatch.chdir(ROOT)
+    config = train_regression.Config(run_dir=Path("my runs/1"))
+    assert page_command(config, about) == "python app.py 'my runs/1'"
+    assert page_command(config, {}) == ""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(records, "CLONE", None)
+    words = shlex.split(page_command(config, about))
+    assert words[1:4] == ["-m", "trainkit.app", "my runs/1"]
+    assert words[4:] == ["--script", f"{ROOT}/train_regression.py"]

@@ -112,9 +112,8 @@ class Run:
 
         Args:
             model: what accelerator.prepare returned for the model, or for each of them.
-            metadata: what a reader of model.safetensors needs, as JSON; equal on a resume. With
-                "input" finish() prints the command that shows the run in the browser last.
-            plan: lines to print, by name; "next" is the command that is printed instead.
+            metadata: what a reader of model.safetensors needs, as JSON; equal on a resume.
+            plan: lines to print, by name; "next" is what finish() prints last for page_command.
             save_frozen: False leaves frozen weights out of the files that the run writes.
             fixed: modules, files and folders that are used and not trained, such as a teacher, by
                 name. Their content is compared between processes and on a resume.
@@ -123,8 +122,7 @@ class Run:
         accelerator, config, fixed = self.accelerator, self.config, fixed or {}
         self.prepared = Prepared(accelerator, model)
         models = self.models = self.prepared.models
-        shown = page_command(config) if "input" in metadata else ""
-        self.next_command = (plan or {}).get("next", shown)
+        self.next_command = (plan or {}).get("next") or page_command(config, metadata)
         self.print(describe_plan(self, plan or {}))
         if config.dry_run:  # a step and a batch of an evaluation, in a borrowed folder
             self.resources.callback(borrow_run_folder(config).cleanup)

@@ -20,12 +20,14 @@ _home = Path(__file__).resolve().parents[2]
 CLONE = _home if (_home / "train_mnist.py").is_file() else None
 
 
-def page_command(config: Any) -> str:
+def page_command(config: Any, metadata: dict[str, Any]) -> str:
     """The command that shows a run in the browser, as it is typed in the current folder.
 
-    config: of a script, which declares its class; app.py is told where it lies if it is no script
-    of this repository.
+    It is empty for a run whose metadata say no "input". config: of a script, which declares its
+    class; app.py is told where it lies if it is no script of this repository.
     """
+    if "input" not in metadata:
+        return ""
     words = ["-m", "trainkit.app"] if CLONE is None else [_from_here(CLONE / "app.py")]
     words.append(str(config.run_dir))
     script = getattr(sys.modules.get(type(config).__module__), "__file__", None)  # or a notebook
