@@ -207,8 +207,11 @@ def test_a_file_to_evaluate_on_has_the_same_classes_and_its_own_encoding(tmp_pat
     frame.replace("y", "\u00fc").to_csv("b.csv", index=False, encoding="utf-16")
     sets = read(f"--data a.csv --eval-data b.csv --encoding cp1252 {NAMED}")
     assert "\u00fc" in sets.classes and len(sets.classes) == 2
-    with refused("--text and --label: name the file"):
-        parse(text.Config, ["--text", "a", "--label", "b"]).validate(1)
+    said = "--text a does nothing without --data: .*; --max-tokens 9 does nothing without --base"
+    with refused(said):
+        parse(text.Config, ["--text", "a", "--max-tokens", "9"]).validate(1)
+    with refused("--num-lines 9 does nothing beside --data"):
+        parse(text.Config, ["--data", "a.csv", "--num-lines", "9"]).validate(1)
 
 
 def test_equal_texts_are_on_one_side_of_a_split_and_rare_classes_are_named(tmp_path):

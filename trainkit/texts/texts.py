@@ -8,12 +8,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import torch
 
-from trainkit.config import UNSET, Count, MayChange, Optimizer, TrainingConfig, flag
+from trainkit.config import UNSET, Count, MayChange, Optimizer, ReadOnlyIf, TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.numbers.orders import Order, by_length
 from trainkit.reading import frames, splits
@@ -39,21 +39,21 @@ class TextConfig(TrainingConfig):
 
     data: MayChange[str | None] = None
     """CSV, JSON or Parquet file, a folder of them, or Hub id (default: the script's own texts)"""
-    eval_data: MayChange[str | None] = None
+    eval_data: Annotated[MayChange[str | None], ReadOnlyIf("data")] = None
     """the same, to evaluate on (default: the test split of --data, or a fifth of each class)"""
-    text: str | None = None
+    text: Annotated[str | None, ReadOnlyIf("data")] = None
     """column of the texts (default: the one called text, sentence, review, ...)"""
-    label: str | None = None
+    label: Annotated[str | None, ReadOnlyIf("data")] = None
     """column of the classes (default: the one called label, class, category, ...)"""
-    encoding: str | None = None
+    encoding: Annotated[str | None, ReadOnlyIf("data")] = None
     """of text files, such as cp1252 or utf-16 (default: UTF-8)"""
     base: MayChange[str | None] = None
     """pretrained encoder of transformers, a folder or Hub id (default: words and n-grams)"""
-    max_tokens: Count | None = None
+    max_tokens: Annotated[Count | None, ReadOnlyIf("base")] = None
     """with --base: texts are truncated to this many (default: 128, or what the encoder takes)"""
     balance: bool = False
     """draw all classes equally often"""
-    num_lines: Count | None = None
+    num_lines: Annotated[Count | None, ReadOnlyIf("data", (None,))] = None
     """without --data: texts to train on, and to evaluate on (default: all)"""
     epochs: int = UNSET
     """passes over the texts (default: 5, up to 20 for fewer than 800 texts; 3 with --base)"""
@@ -69,18 +69,6 @@ class TextConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         self.set_unset(PRETRAINED if self.base else BAG)
-
-    def find_problems(self, num_processes: int) -> list[str]:
-        """Add flags of the data that go with --data, or without it."""
-        problems = super().find_problems(num_processes)
-        names = ("eval_data", "text", "label", "encoding")
-        if flags := [flag(name) for name in names if getattr(self, name) and not self.data]:
-            problems.append(f"{' and '.join(flags)}: name the file of the texts with --data")
-        if self.num_lines and self.data:
-            problems.append("--num-lines cannot be used with --data")
-        if self.max_tokens and not self.base:
-            problems.append("--max-tokens needs --base: without it whole texts are read")
-        return problems
 
 
 class TextSets(NamedTuple):
