@@ -82,7 +82,7 @@ class Classifier(nn.Module):
         self.encoder, self.head = encoder, nn.Linear(width, num_classes)
 
     def forward(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, pieces: torch.Tensor | None = None
+        self, tokens: torch.Tensor, lengths: torch.Tensor, pieces: torch.Tensor
     ) -> torch.Tensor:
         """pieces: what Bag takes instead of padded tokens."""
         is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]

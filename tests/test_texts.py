@@ -98,8 +98,10 @@ def test_padding_and_other_texts_change_nothing(base):
     for each, tokens in ((model, texts.tokenize(lines, 40, tokenizer)), (bag, bag_of(*lines))):
         both = text.collate([(row, 0) for row in tokens])
         alone = text.collate([(tokens[0], 0)])
-        expected = each(both.tokens, both.lengths)[0].tolist()
-        assert each(alone.tokens, alone.lengths)[0].tolist() == pytest.approx(expected, abs=1e-5)
+        expected = each(both.tokens, both.lengths, both.pieces)[0].tolist()
+        assert each(alone.tokens, alone.lengths, alone.pieces)[0].tolist() == pytest.approx(
+            expected, abs=1e-5
+        )
 
 
 def test_a_bag_has_the_words_the_pairs_of_words_and_the_letters_of_a_text():

@@ -92,17 +92,12 @@ class Bag(nn.Module):
         self.register_buffer("rarity", torch.ones(num_pieces))
 
     def forward(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, pieces: torch.Tensor | None = None
+        self, tokens: torch.Tensor, lengths: torch.Tensor, pieces: torch.Tensor
     ) -> torch.Tensor:
-        """pieces: the tokens without padding, one text after the other. None: chosen by a mask.
-
-        On a GPU a mask waits to learn how many there are.
-        """
+        """pieces: the tokens without padding, one text after the other: to count costs a GPU time."""
         is_piece = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         weights = self.rarity[tokens] * is_piece
         starts = lengths.cumsum(0) - lengths
-        if pieces is None:
-            pieces = tokens[is_piece]
         shares = self.rarity[pieces].to(self.table.weight.dtype)
         sums = self.table(pieces, starts, per_sample_weights=shares)
         return sums / weights.norm(dim=1, keepdim=True)

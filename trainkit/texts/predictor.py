@@ -28,7 +28,7 @@ class TextPredictor(Classifier):
             self.tokenize = partial(texts.tokenize, **options)
 
     def forward(self, inputs: Any) -> torch.Tensor:
-        logits = self.model(inputs.tokens, inputs.lengths)
+        logits = self.model(inputs.tokens, inputs.lengths, inputs.pieces)
         return (logits / self.calibration["temperature"]).softmax(1)
 
     def read(self, text: str) -> tuple[Any, str]:
