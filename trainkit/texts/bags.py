@@ -94,7 +94,7 @@ class Bag(nn.Module):
     def forward(
         self, tokens: torch.Tensor, lengths: torch.Tensor, pieces: torch.Tensor
     ) -> torch.Tensor:
-        """pieces: the tokens without padding, one text after the other: to count costs a GPU time."""
+        """pieces: the tokens without padding, one text after the other. A mask would cost time."""
         is_piece = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         weights = self.rarity[tokens] * is_piece
         starts = lengths.cumsum(0) - lengths

@@ -48,15 +48,14 @@ def read_encoder(config: Any) -> tuple[dict[str, Any] | None, Any]:
     if config.base is None:
         return None, None
     with as_usage_error("--base needs `pip install transformers`"):
-        from transformers import AutoConfig, AutoModel
+        from transformers import AutoConfig
     with read_here_or_from_hub(config.base, f"--base {config.base}"):
         made = AutoConfig.from_pretrained(config.base, trust_remote_code=False)
         made = without_dropout(made)
         tokenizer = load_tokenizer(config.base)
         values = plain(json.loads(made.to_json_string()) | {"model_type": made.model_type})
-        with torch.device("meta"):
-            model = AutoModel.from_config(made, trust_remote_code=False)
-    limit = min(tokenizer.model_max_length, _num_positions(model))
+    positions = getattr(made, "max_position_embeddings", None) or 0
+    limit = min(tokenizer.model_max_length, positions if positions > 0 else math.inf)
     config.set_unset({"max_tokens": min(limit, MAX_TOKENS)})
     if config.max_tokens > limit:
         raise UsageError(f"--max-tokens {config.max_tokens}: {config.base} takes at most {limit}")
@@ -69,17 +68,6 @@ def check_tokens(encoder: dict[str, Any] | None, tokenizer: Any, sets: Sequence[
         rows = (row for samples in sets for row, _ in samples)
         remedy = f"save the model after model.resize_token_embeddings({len(tokenizer)})"
         check_embedding(size, tokenizer, rows, remedy)
-
-
-def _num_positions(model: nn.Module) -> float:
-    """Return how many tokens an encoder takes; the first positions of RoBERTa's are padding's."""
-    num = max(0, getattr(model.config, "max_position_embeddings", None) or 0) or math.inf
-    embeddings = [
-        layer for layer in model.modules() if getattr(layer, "num_embeddings", None) == num
-    ]
-    return num - max(
-        (layer.padding_idx + 1 for layer in embeddings if layer.padding_idx), default=0
-    )
 
 
 def load_tokenizer(folder: str | Path) -> Any:
