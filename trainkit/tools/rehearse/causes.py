@@ -25,6 +25,10 @@ def judge(first: Outcome, again: Outcome, other: Outcome) -> Verdict:
     if other.problem:
         return judge_problem(first, other)
     world = other.world
+    here, there = (each.noted("facts").get("num_samples") for each in (other, first))
+    if here != there:
+        texts = (" and ".join(map(str, each)) for each in (here, there))
+        return Verdict(pages.NUM_SAMPLES.format(*texts), False, pages.NO_INDEX)
     if has_same_files(first, other):
         lost = changed(first, again, other, "held-end", "held-end") if world.is_exact else {}
         if states := [name for name, kind in lost.items() if kind == "state"]:
@@ -97,9 +101,13 @@ def causes(
     yield from told(other.noted("facts"), pages.IN_STEP)
     if difference.column.startswith("eval_"):
         yield from told(facts, pages.IN_EVALUATION)
+        if size := other.noted("facts").get("eval_batch_size"):
+            yield pages.EVAL_BATCH.format(size), pages.OWN_MEAN
         yield pages.SHARE_MEAN, pages.OWN_MEAN
-    yield from causes_in_loss(first, other, difference.step)
     yield from told(facts, pages.IN_LOOP)
+    yield from causes_in_carried(first, again, other, difference.step - 1)
+    yield from causes_in_loss(first, other, difference.step)
+    yield from causes_in_carried(first, again, other, difference.step)
     yield "", pages.SAMPLES_COMPARED if is_split else pages.ON_DEVICE
 
 
@@ -109,12 +117,69 @@ def causes_in_resume(
     """What a resume has not restored."""
     step = other.world.resumed_after
     lost = changed(first, again, other, f"held-{step}", "held-resumed")
+    if other.noted("facts").get("order_changes") or first.noted("facts").get("order_changes"):
+        yield pages.ORDER_CHANGES, pages.AT_START
     for name, kind in lost.items():
-        home, row = pages.HOMES[kind]
+        home, row = pages.HOMES["start" if is_made_at_start(name, first, other) else kind]
         others = f", nor is {say([*lost][1:])}" if len(lost) > 1 else ""
         text = f"after the resume `{name}` is not what it was{others}: {home}"
         yield text, pages.OWN_SCHEDULE if is_rate else row
+    yield from causes_in_counts(first, other, step + 1)
     yield "", pages.OWN_SCHEDULE if is_rate else pages.OWN_STATE
+
+
+def is_made_at_start(name: str, first: Outcome, other: Outcome) -> bool:
+    """Does a variable stay as it is within an epoch, and has a resume made it anew?"""
+    within = [first.noted(f"carried-{step}").get(name) for step in (1, 2)]
+    initial, resumed = (each.noted("held-resumed").get(name) for each in (first, other))
+    return within[0] is not None and within[0] == within[1] and initial != resumed
+
+
+def causes_in_counts(first: Outcome, other: Outcome, step: int) -> Iterator[tuple[str, str]]:
+    """What counts the batches that this process has seen, as enumerate(...) does."""
+    there, here = (each.noted(f"carried-{step}") for each in (first, other))
+    steps = [first.noted(f"carried-{n}") for n in (1, 2, 3)]
+    for name in there:
+        numbers = [held.get(name, {}).get("parts", {}).get("") for held in (*steps, there, here)]
+        one, two, three, *apart = numbers
+        if all(type(number) is int for number in numbers) and apart[0] != apart[1]:
+            if two - one == three - two == 1 and name not in first.noted("held-resumed"):
+                yield pages.COUNTED.format(name), pages.STEP_IN_EPOCH
+
+
+def causes_in_carried(
+    first: Outcome, again: Outcome, other: Outcome, step: int
+) -> Iterator[tuple[str, str]]:
+    """What the script has carried out of this step, and reads, is another one in this world."""
+    there, here, twin = (each.noted(f"carried-{step}") for each in (first, other, again))
+    read = {*first.noted("facts").get("read", ()), "run"}
+    names = [
+        name
+        for name in first.noted("held-resumed")
+        if name.partition(".")[0] in read and name in there and name in here
+        if twin.get(name) == there[name] and there[name]["kind"] != "state"
+        if not are_like(there[name]["parts"], here[name]["parts"])
+    ]
+    if names:
+        is_in_step = other.world.settings.get("accumulate", 1) > 1
+        sentence = pages.BY_MICRO_BATCH if is_in_step else pages.BY_SHARE
+        yield sentence.format(say(names)), pages.FOLLOWS
+    yield from causes_in_counts(first, other, step)
+
+
+def are_like(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Are the parts of a variable equal but for rounding?"""
+    if one.keys() != other.keys():
+        return False
+    for place, value in one.items():
+        if f"{place} is like" in one:  # a tensor, of which this is the hash
+            continue
+        pairs = [(value, other[place])] if not isinstance(value, list) else zip(value, other[place])
+        for here, there in pairs:
+            is_number = isinstance(here, int | float) and isinstance(there, int | float)
+            if here != there and not (is_number and not are_apart(here, there)):
+                return False
+    return True
 
 
 def causes_in_loss(first: Outcome, other: Outcome, last: int) -> Iterator[tuple[str, str]]:

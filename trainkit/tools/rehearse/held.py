@@ -1,9 +1,11 @@
 """What the variables of a script hold: numbers, tensors, generators and all that has a state."""
 
+import ast
 import inspect
 import random
 import sys
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
@@ -11,20 +13,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from trainkit.checkpoints.content import hash_tensor
 from trainkit.config import TrainingConfig
 from trainkit.hashes import digest
 
 NUM_PARTS = 50  # of the first and of the last entries of a list are compared
+WRITES = (".append", ".extend", ".appendleft", ".update", "print")
 GENERATORS = np.random.Generator | random.Random | torch.Generator
 
 
-def held(script: Path, run_state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def held(
+    script: Path, run_state: dict[str, Any], with_states: bool = True
+) -> dict[str, dict[str, Any]]:
     """What the variables of the script hold now, by name: their kind, and their parts by place.
 
     They are those of the functions of its folder that are being called and of its modules there,
-    with the attributes of objects of its own classes.
+    with the attributes of objects of its own classes. with_states=False leaves out what has a
+    state_dict, but not what such an object of its own class has as plain attributes.
     """
     found: dict[str, Any] = {"run.state": run_state}
     frame = inspect.currentframe()
@@ -36,13 +43,17 @@ def held(script: Path, run_state: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if is_own(names := getattr(module, "__dict__", {}), script):
             prefix = "" if name == "__main__" else f"{name}."
             found = {f"{prefix}{key}": value for key, value in names.items()} | found
-    noted = {}
+    noted, modules = {}, set()
     for name, value in found.items():
         parts: dict[str, Any] = {}
-        if not name.startswith("__"):
+        if not name.startswith("__") and (with_states or not has_state(value)):
             note("", value, parts, script)
         if parts:
             noted[name] = {"kind": home_kind(value), "parts": parts}
+        for place, part in attributes_of(value, script, modules):
+            note("", part, parts := {}, script, is_part=True)
+            if parts:
+                noted[f"{name}.{place}"] = {"kind": home_kind(part), "parts": parts}
     return noted
 
 
@@ -78,7 +89,10 @@ def note(
         parts[place] = value if value == value else "nan"
     elif isinstance(value, torch.Tensor | np.ndarray):
         with suppress(Exception):  # of a kind that has no bytes
-            parts[place] = hash_tensor(torch.as_tensor(value))[:8]
+            tensor = torch.as_tensor(value).detach()
+            parts[place] = hash_tensor(tensor)[:8]
+            norms = [float(part.double().norm()) for part in (tensor, tensor.flatten()[:1])]
+            parts[f"{place} is like"] = [*tensor.shape, *norms]
     elif isinstance(value, GENERATORS):
         state = getattr(getattr(value, "bit_generator", None), "state", None)
         read = getattr(value, "getstate", None) or getattr(value, "get_state", None)
@@ -100,3 +114,32 @@ def note(
             parts[f"{place} is"] = type(value).__name__  # its attributes may come later
             for name, part in [*getattr(value, "__dict__", {}).items()]:
                 note(f"{place}.{name}", part, parts, script, is_part=True)
+
+
+def attributes_of(value: Any, script: Path, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """What a module of the script's own classes keeps beside its weights, as a counter is."""
+    for place, module in value.named_modules() if isinstance(value, nn.Module) else ():
+        made_by = vars(sys.modules.get(type(module).__module__, sys))
+        if is_own(made_by, script) and id(module) not in seen:
+            seen.add(id(module))
+            place = place.removeprefix("module").lstrip(".")
+            for name, part in [*vars(module).items()]:
+                if not name.startswith("_") and name != "training" and not has_state(part):
+                    yield f"{place}.{name}".lstrip("."), part
+
+
+def names_read(script: Path) -> set[str]:
+    """The variables of a script that it reads, other than to add to them or to print them."""
+    names: set[str] = set()
+
+    def look(node: ast.AST) -> None:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if is_call and ast.unparse(node.value.func).endswith(WRITES):
+            node = ast.Tuple(node.value.args) if "print" not in ast.unparse(node) else ast.Pass()
+        for child in ast.iter_child_nodes(node):
+            look(child)
+
+    look(ast.parse(script.read_bytes()))
+    return names

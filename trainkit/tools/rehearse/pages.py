@@ -5,6 +5,10 @@ BATCH_NORM = "BatchNorm"
 ORDER_OF_CHANCE = "random augmentation in a `Dataset`"
 DRAWN_FOR_BATCH = "a `collate_fn` that draws random numbers"
 OWN_STATE = "a number, a text, a tensor, an array"
+FOLLOWS = "what follows the batches"
+OF_STREAMS = "what belongs to samples or streams"
+AT_START = "what is made at the start of an epoch"
+STEP_IN_EPOCH = "the number of the step in its epoch"
 REGISTERED = OWN_SCHEDULE = "another object with a `state_dict`"
 CHANGED_SET = "a set that the loop itself fills or changes"
 TEACHER = "a momentum teacher"
@@ -13,9 +17,12 @@ SAMPLES_COMPARED = "a loss that compares the samples of a batch"
 MASKED = "a loss over tokens or pixels with a mask"
 SEVERAL = "several objectives with labels missing in places"
 NO_GRADIENT = "parameters that get no gradient in some steps"
+NO_INDEX = "an iterable data set, a sampler or loader"
 ON_DEVICE = "augmentation or noise on the device"
 GRADIENTS = "code that reads the gradients"
-RESUMED = {OWN_STATE, REGISTERED, CHANGED_SET, TEACHER}  # of docs/resume.md
+RESUMED = {  # of docs/resume.md
+    OWN_STATE, FOLLOWS, OF_STREAMS, AT_START, STEP_IN_EPOCH, REGISTERED, CHANGED_SET, TEACHER
+}  # fmt: skip
 
 BROADCAST = (
     "predictions (n, 1) and targets (n,) make (n, n) in {}: give both one shape, as by "
@@ -23,6 +30,7 @@ BROADCAST = (
 )
 # What a refusal or an error says, what is added to it, and the row.
 SAID = {
+    r"run\.mean\(values\) returns it": ("", FOLLOWS),
     "mixed torch.Tensor and DTensor|sharded weights, of which": ("", TEACHER),
     "gather|compares the samples": ("", SAMPLES_COMPARED),
     "count=|over=": ("", SEVERAL),
@@ -39,8 +47,35 @@ HOMES = {
     "state": ("register it by accelerator.register_for_checkpointing(...)", REGISTERED),
     "number": ("keep it in run.state", OWN_STATE),
     "tensor": ("keep it in run.state", OWN_STATE),
+    "start": (
+        "make it inside `if run.starts_epoch:` and keep it in run.state, so that a resume does not "
+        "make it again from later weights",
+        AT_START,
+    ),
     "generator": ("draw from torch, numpy or random themselves, which Run seeds", OWN_STATE),
 }
+COUNTED = "`{}` counts the batches of this process: take run.progress.step_in_epoch"
+ORDER_CHANGES = (
+    "order(epoch, start, stop) gives other indices for the same epoch when it is called later: "
+    "make what it reads inside `if run.starts_epoch:`, and keep it in run.state"
+)
+BY_MICRO_BATCH = (
+    "{} changes with each micro-batch: change it by run.mean(values), the mean over the whole "
+    "step, inside `if accelerator.sync_gradients:`, or write the rows of its samples into a table "
+    "by run.put(table, index, rows)"
+)
+BY_SHARE = (
+    "{} follows the share of one process: change it by run.mean(values), which is the same on "
+    "every process, or write the rows of all processes into a table by run.put(table, index, rows)"
+)
+EVAL_BATCH = (
+    "--eval-batch-size {} changes the evaluation: let its function return a value of each sample "
+    "that depends on no other, and compute what needs several from run.predict(...)"
+)
+NUM_SAMPLES = (
+    "it has {} samples to train and evaluate on, and the first run {}: what load_data(config) "
+    "returns depends on the number of processes, but each must have all samples, by index"
+)
 # Of what watching.py notes: its name there, the sentence, and the row.
 IN_SAMPLES = (
     ("drawn", "{} of a sample is another one when it is made again with the same seeds: let no "
@@ -63,11 +98,13 @@ IN_EVALUATION = (
 SHARE_MEAN = "a mean over samples comes from run.evaluate(...), not from a process's share"
 IN_LOOP = (
     ("by_batch", "{} of a sample depends on the others of its batch", DRAWN_FOR_BATCH),
+    ("gathers", "{} counts padding, and unequal shares of a short batch alike: run.mean(values) is "
+     "the mean over the samples of the step", FOLLOWS),
     ("passes_backward_by", "loss.backward() came past accelerator.backward(loss), which divides by "
      "--accumulate and scales under fp16: call accelerator.backward(loss)", ""),
     ("broadcast", BROADCAST, ""),
     ("buffers", "the buffer {} changes in the run, by a process's share of a batch: change it by "
-     "the whole batch, or keep it as it is", BATCH_NORM),
+     "run.mean(values) or run.put(buffer, index, rows), or keep it as it is", FOLLOWS),
     ("draws", "the loop draws from {}", ON_DEVICE),
 )  # fmt: skip
 DIVIDED = (

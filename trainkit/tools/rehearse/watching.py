@@ -28,7 +28,7 @@ from trainkit.numbers.orders import Length
 from trainkit.repairs.private_names import BatchNorm, prepared_loaders, version_of
 from trainkit.run.step import Step
 from trainkit.tools.rehearse import still
-from trainkit.tools.rehearse.held import held
+from trainkit.tools.rehearse.held import held, is_own, names_read
 from trainkit.tools.rehearse.samples import SeenSamples
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 STEPS_IN_EPOCH = 4  # more are cut out of the middle of an epoch, so that its last batch stays
 NUM_STEPS = 20
+NUM_NOTED = 5  # of the first steps: what the script carries is noted after them
 
 
 class Watch:
@@ -51,11 +52,15 @@ class Watch:
     """
 
     run: Run | None = None
-    in_evaluation = has_begun = False
+    in_evaluation = has_begun = in_step = False
+    last_step = 0  # that the script was in
+    last_order: Callable[[], bool] | None = None
     share: dict[str, Any]
 
     def __init__(self, role: "Role"):
         self.role, self.world = role, role.world
+        self.script = Path(role.script).resolve()
+        self.saved = {self.world.resumed_after}
         self.models: list[nn.Module] = []
         self.still: set[str] = set()
         self.draws: set[str] = set()
@@ -69,6 +74,7 @@ class Watch:
         self.dropout, F.dropout = F.dropout, self._dropout
         for kind, name, replacement in (
             (Run, "__init__", self._make_run),
+            (Run, "load", self._load),
             (Run, "begin", self._begin),
             (Run, "step_mean", self._step_mean),
             (Run, "end_step", self._end_step),
@@ -76,6 +82,9 @@ class Watch:
             (Run, "predict", self._evaluate),
             (Run, "finish", self._finish),
             (Accelerator, "backward", self._backward),
+            (Accelerator, "gather", partial(self._gather, "gather")),
+            (Accelerator, "gather_for_metrics", partial(self._gather, "gather_for_metrics")),
+            (Accelerator, "reduce", partial(self._gather, "reduce")),
             (Step, "start_micro_batch", self._start_micro_batch),
             (Checkpoints, "save", self._save),
             (Length, "__init__", self._make_length),
@@ -116,9 +125,30 @@ class Watch:
     def _make_batches(
         self, original: Callable, batches: Any, num: int, size: int, **kw: Any
     ) -> None:
+        if kw.get("seed") is None and "accumulate" in self.world.settings:
+            size = self.seen["eval_batch_size"] = max(1, min(num, size) // 2)
+        elif kw.get("order"):
+            kw["order"] = partial(self._order, kw["order"])
         original(batches, num, size, **kw)
         if kw.get("seed") is not None:  # without one it is not a loader to train with
             batches.num_used = shorter(batches.num_used, size)
+
+    def _order(self, order: Callable, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """Note the last call for an epoch, with what gives the same again if it is repeated."""
+        indices = order(epoch, start, stop)
+        self.last_order = lambda: torch.equal(indices, order(epoch, start, stop))
+        return indices
+
+    def _load(self, original: Callable, run: Run, load_data: Callable) -> tuple:
+        data = original(run, load_data)
+        self.seen["num_samples"] = [len(each) for each in data[:2]]
+        return data
+
+    def _gather(self, name: str, original: Callable, *args: Any, **kw: Any) -> Any:
+        caller = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]
+        if self.in_step and not self.in_evaluation and is_own(caller.f_globals, self.script):
+            self.seen["gathers"] = f"accelerator.{name}(...) in {line_of_script()}"
+        return original(*args, **kw)
 
     def _make_samples(self, original: Callable, whole: WholeBatches, indices: Any) -> Any:
         batch = original(whole, indices)
@@ -141,7 +171,13 @@ class Watch:
         if not self.has_begun:
             self.has_begun = True
             self._write_held("resumed")
+        elif (done := self.run.progress.step) != self.last_step:
+            if done <= NUM_NOTED or done - 1 in self.saved:
+                carried = held(self.script, self.run.checkpoints.state.values, with_states=False)
+                self._write(f"carried-{done}", carried)
+        self.last_step = self.run.progress.step
         original(step, loader)
+        self.in_step = True
         self.generators = generators()
         self.means: list[torch.Tensor] = []
         self.share = {"factors": [], "rests": [], "size": 0.0, "is_one_number": False}
@@ -184,6 +220,7 @@ class Watch:
         return [None if each is None else (id(each), version_of(each)) for each in tensors]
 
     def _end_step(self, original: Callable, run: Run) -> bool:
+        self.in_step = False
         self.broadcasts["broadcast"].__exit__(None, None, None)
         now = generators()
         self.draws |= {name for name in now if now[name] != self.generators[name]}
@@ -212,6 +249,7 @@ class Watch:
 
     def _save(self, original: Callable, checkpoints: Any, progress: Any, *args: Any) -> None:
         original(checkpoints, progress, *args)
+        self.saved.add(progress.step)
         self._write_held(progress.step)
 
     def _finish(self, original: Callable, run: Run, *args: Any, **kw: Any) -> Any:
@@ -229,6 +267,8 @@ class Watch:
             "draws": sorted(self.draws),
             "buffers": [name for name in now if now[name] != self.buffers.get(name)],
             "untrained": [*self.untrained],
+            "read": sorted(names_read(self.script)) if self.world.is_looked_at else [],
+            "order_changes": bool(self.last_order) and not self.last_order(),
         }
         self._write("facts", self.seen)
         self._write_held("end")
@@ -236,8 +276,7 @@ class Watch:
 
     def _write_held(self, when: object) -> None:
         if self.run and (self.world.is_exact or self.world.is_looked_at):
-            script = Path(self.role.script).resolve()
-            self._write(f"held-{when}", held(script, self.run.checkpoints.state.values))
+            self._write(f"held-{when}", held(self.script, self.run.checkpoints.state.values))
 
     def _write(self, name: str, content: Any) -> None:
         if self.role.rank == 0:
