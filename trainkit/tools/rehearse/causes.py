@@ -49,6 +49,8 @@ def judge_problem(first: Outcome, other: Outcome) -> Verdict:
     place = facts.get("broadcast") or facts.get("broadcast_in_evaluation")
     if place and "sizes" in problem:
         return Verdict(f"fails: {pages.BROADCAST.format(place)}", False)
+    if gathers := "lost contact" in problem and facts.get("gathers"):  # shares of unequal size
+        return Verdict(f"fails: {pages.GATHERS.format(gathers)}", False, pages.FOLLOWS)
     found = (cure for said, cure in pages.SAID.items() if re.search(said, problem))
     also, row = next(found, ("", ""))
     if other.world.resumed_after and other.is_refusal:
@@ -117,6 +119,7 @@ def causes_in_resume(
     """What a resume has not restored."""
     step = other.world.resumed_after
     lost = changed(first, again, other, f"held-{step}", "held-resumed")
+    lost = {name: kind for name, kind in lost.items() if is_read(name, first)}
     if other.noted("facts").get("order_changes") or first.noted("facts").get("order_changes"):
         yield pages.ORDER_CHANGES, pages.AT_START
     for name, kind in lost.items():
@@ -126,6 +129,12 @@ def causes_in_resume(
         yield text, pages.OWN_SCHEDULE if is_rate else row
     yield from causes_in_counts(first, other, step + 1)
     yield "", pages.OWN_SCHEDULE if is_rate else pages.OWN_STATE
+
+
+def is_read(name: str, first: Outcome) -> bool:
+    """Does the script read this variable? What is only added to, or printed, decides nothing."""
+    read = first.noted("facts").get("read")
+    return read is None or "." in name or name in read
 
 
 def is_made_at_start(name: str, first: Outcome, other: Outcome) -> bool:
@@ -141,10 +150,12 @@ def causes_in_counts(first: Outcome, other: Outcome, step: int) -> Iterator[tupl
     steps = [first.noted(f"carried-{n}") for n in (1, 2, 3)]
     for name in there:
         numbers = [held.get(name, {}).get("parts", {}).get("") for held in (*steps, there, here)]
-        one, two, three, *apart = numbers
-        if all(type(number) is int for number in numbers) and apart[0] != apart[1]:
-            if two - one == three - two == 1 and name not in first.noted("held-resumed"):
-                yield pages.COUNTED.format(name), pages.STEP_IN_EPOCH
+        is_carried = name in first.noted("held-resumed")  # else it is made in the loop
+        if is_carried or not all(type(number) is int for number in numbers):
+            continue
+        one, two, three, whole, other_count = numbers
+        if two - one == three - two == 1 and whole != other_count:
+            yield pages.COUNTED.format(name), pages.STEP_IN_EPOCH
 
 
 def causes_in_carried(
@@ -152,11 +163,10 @@ def causes_in_carried(
 ) -> Iterator[tuple[str, str]]:
     """What the script has carried out of this step, and reads, is another one in this world."""
     there, here, twin = (each.noted(f"carried-{step}") for each in (first, other, again))
-    read = {*first.noted("facts").get("read", ()), "run"}
     names = [
         name
         for name in first.noted("held-resumed")
-        if name.partition(".")[0] in read and name in there and name in here
+        if is_read(name, first) and name in there and name in here
         if twin.get(name) == there[name] and there[name]["kind"] != "state"
         if not are_like(there[name]["parts"], here[name]["parts"])
     ]
@@ -174,10 +184,12 @@ def are_like(one: dict[str, Any], other: dict[str, Any]) -> bool:
     for place, value in one.items():
         if f"{place} is like" in one:  # a tensor, of which this is the hash
             continue
-        pairs = [(value, other[place])] if not isinstance(value, list) else zip(value, other[place])
-        for here, there in pairs:
-            is_number = isinstance(here, int | float) and isinstance(there, int | float)
-            if here != there and not (is_number and not are_apart(here, there)):
+        here, there = (x if isinstance(x, list) else [x] for x in (value, other[place]))
+        if len(here) != len(there):
+            return False
+        for one_number, theirs in zip(here, there, strict=True):
+            are_numbers = all(isinstance(x, int | float) for x in (one_number, theirs))
+            if one_number != theirs and (not are_numbers or are_apart(one_number, theirs)):
                 return False
     return True
 

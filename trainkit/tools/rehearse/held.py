@@ -43,7 +43,8 @@ def held(
         if is_own(names := getattr(module, "__dict__", {}), script):
             prefix = "" if name == "__main__" else f"{name}."
             found = {f"{prefix}{key}": value for key, value in names.items()} | found
-    noted, modules = {}, set()
+    noted: dict[str, dict[str, Any]] = {}
+    modules: set[int] = set()
     for name, value in found.items():
         parts: dict[str, Any] = {}
         if not name.startswith("__") and (with_states or not has_state(value)):
@@ -129,17 +130,19 @@ def attributes_of(value: Any, script: Path, seen: set[int]) -> Iterator[tuple[st
 
 
 def names_read(script: Path) -> set[str]:
-    """The variables of a script that it reads, other than to add to them or to print them."""
+    """The variables that a script, with the modules of its folder, reads: not only adds to."""
     names: set[str] = set()
 
     def look(node: ast.AST) -> None:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             names.add(node.id)
-        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-        if is_call and ast.unparse(node.value.func).endswith(WRITES):
-            node = ast.Tuple(node.value.args) if "print" not in ast.unparse(node) else ast.Pass()
+        call = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(WRITES):
+            node = ast.Pass() if "print" in ast.unparse(call.func) else ast.Tuple(call.args)
         for child in ast.iter_child_nodes(node):
             look(child)
 
-    look(ast.parse(script.read_bytes()))
+    for module in [*sys.modules.values()]:
+        if is_own(getattr(module, "__dict__", {}), script):
+            look(ast.parse(Path(module.__file__ or "").read_bytes()))
     return names

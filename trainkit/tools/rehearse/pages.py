@@ -54,6 +54,10 @@ HOMES = {
     ),
     "generator": ("draw from torch, numpy or random themselves, which Run seeds", OWN_STATE),
 }
+GATHERS = (
+    "{} counts padding, and takes no unequal shares of a short batch: run.mean(values) is the mean "
+    "over the samples of the step"
+)
 COUNTED = "`{}` counts the batches of this process: take run.progress.step_in_epoch"
 ORDER_CHANGES = (
     "order(epoch, start, stop) gives other indices for the same epoch when it is called later: "
@@ -98,8 +102,7 @@ IN_EVALUATION = (
 SHARE_MEAN = "a mean over samples comes from run.evaluate(...), not from a process's share"
 IN_LOOP = (
     ("by_batch", "{} of a sample depends on the others of its batch", DRAWN_FOR_BATCH),
-    ("gathers", "{} counts padding, and unequal shares of a short batch alike: run.mean(values) is "
-     "the mean over the samples of the step", FOLLOWS),
+    ("gathers", GATHERS, FOLLOWS),
     ("passes_backward_by", "loss.backward() came past accelerator.backward(loss), which divides by "
      "--accumulate and scales under fp16: call accelerator.backward(loss)", ""),
     ("broadcast", BROADCAST, ""),

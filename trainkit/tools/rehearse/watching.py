@@ -54,7 +54,7 @@ class Watch:
     run: Run | None = None
     in_evaluation = has_begun = in_step = False
     last_step = 0  # that the script was in
-    last_order: Callable[[], bool] | None = None
+    last_order: Any = None  # does the order give the same indices again?
     share: dict[str, Any]
 
     def __init__(self, role: "Role"):
@@ -145,8 +145,9 @@ class Watch:
         return data
 
     def _gather(self, name: str, original: Callable, *args: Any, **kw: Any) -> Any:
-        caller = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]
-        if self.in_step and not self.in_evaluation and is_own(caller.f_globals, self.script):
+        frame: Any = inspect.currentframe()
+        is_called = is_own(frame.f_back.f_back.f_globals, self.script)
+        if is_called and self.in_step and not self.in_evaluation:
             self.seen["gathers"] = f"accelerator.{name}(...) in {line_of_script()}"
         return original(*args, **kw)
 
@@ -171,11 +172,10 @@ class Watch:
         if not self.has_begun:
             self.has_begun = True
             self._write_held("resumed")
-        elif (done := self.run.progress.step) != self.last_step:
-            if done <= NUM_NOTED or done - 1 in self.saved:
-                carried = held(self.script, self.run.checkpoints.state.values, with_states=False)
-                self._write(f"carried-{done}", carried)
-        self.last_step = self.run.progress.step
+        done = self.run.progress.step if self.run else 0
+        if done != self.last_step and (done <= NUM_NOTED or done - 1 in self.saved):
+            self._write_held(done, "carried")
+        self.last_step = done
         original(step, loader)
         self.in_step = True
         self.generators = generators()
@@ -274,9 +274,11 @@ class Watch:
         self._write_held("end")
         return original(run, *args, **kw)
 
-    def _write_held(self, when: object) -> None:
-        if self.run and (self.world.is_exact or self.world.is_looked_at):
-            self._write(f"held-{when}", held(self.script, self.run.checkpoints.state.values))
+    def _write_held(self, when: object, what: str = "held") -> None:
+        is_whole = what == "held"
+        if self.run and (self.world.is_exact or self.world.is_looked_at or not is_whole):
+            state = self.run.checkpoints.state.values
+            self._write(f"{what}-{when}", held(self.script, state, is_whole))
 
     def _write(self, name: str, content: Any) -> None:
         if self.role.rank == 0:
