@@ -119,7 +119,7 @@ def causes_in_resume(
     """What a resume has not restored."""
     step = other.world.resumed_after
     lost = changed(first, again, other, f"held-{step}", "held-resumed")
-    lost = {name: kind for name, kind in lost.items() if is_read(name, first)}
+    lost = {name: kind for name, kind in lost.items() if may_decide(name, first)}
     if other.noted("facts").get("order_changes") or first.noted("facts").get("order_changes"):
         yield pages.ORDER_CHANGES, pages.AT_START
     for name, kind in lost.items():
@@ -131,7 +131,7 @@ def causes_in_resume(
     yield "", pages.OWN_SCHEDULE if is_rate else pages.OWN_STATE
 
 
-def is_read(name: str, first: Outcome) -> bool:
+def may_decide(name: str, first: Outcome) -> bool:
     """Does the script read this variable? What is only added to, or printed, decides nothing."""
     read = first.noted("facts").get("read")
     return read is None or "." in name or name in read
@@ -166,7 +166,7 @@ def causes_in_carried(
     names = [
         name
         for name in first.noted("held-resumed")
-        if is_read(name, first) and name in there and name in here
+        if may_decide(name, first) and name in there and name in here
         if twin.get(name) == there[name] and there[name]["kind"] != "state"
         if not are_like(there[name]["parts"], here[name]["parts"])
     ]
