@@ -3,9 +3,11 @@
 The numbers of examples/table.py in several processes and after a kill: tests/test_worlds.py.
 """
 
+import io
 import itertools
 import re
 import shlex
+import zipfile
 from pathlib import Path
 
 from trainkit import predict
@@ -22,6 +24,7 @@ from made_tables import frame, load, make_table
 
 from examples import table as script
 from trainkit.numbers.loaders import InMemory
+from trainkit.reading import sheets
 from trainkit.tables import Column, encode, measure_classes, measure_numbers, network
 from trainkit.tables.columns import INDEX, read_amount
 from trainkit.tools import page
@@ -53,8 +56,19 @@ def text(separator=",", encoding="utf-8") -> bytes:
     return frame().to_csv(index=False, sep=separator).encode(encoding)
 
 
+def records(**columns) -> bytes:
+    return frame().assign(**columns).to_json(orient="records").encode()
+
+
 def parquet(table) -> bytes:
     return table.to_parquet(None)
+
+
+def zipped(*names) -> bytes:
+    with zipfile.ZipFile(content := io.BytesIO(), "w") as archive:
+        for name in ("__MACOSX/._t", *names):
+            archive.writestr(name, text())
+    return content.getvalue()
 
 
 def rows(column, values, num=30, **columns) -> pd.DataFrame:
@@ -88,6 +102,14 @@ READ = {
                                         "day of the year cos"))]),
     "classes of passengers": ("t.csv", csv("c", ["1st", "2nd", "3rd", "3rd"]), [],
                               ["c=1st", "c=2nd", "c=3rd", "n"]),
+    "a zip": ("t.csv.zip", zipped("a.csv"), [], ALL),
+    "Arrow": ("t.arrow", frame().to_feather, [], ALL),
+    "the form of a server": ("t.json", b'{"data": %s, "n": 30}' % records(), [], ALL),
+    "orient=split of pandas": ("t.json", frame().to_json(orient="split").encode(), [], ALL),
+    "columns apart by blanks": ("t.txt", frame().to_string(index=False).encode(), [], ALL),
+    "lists in a cell": ("t.json", records(tags=[["x"]] * 30, at=[{"x": 1}] * 30), [], ALL),
+    "a title above the names": ("t.csv", b"Sales, 2025\n" + text(), ["--header-row", 2], ALL),
+    "nothing but an index": ("t.csv", b",y\n" + b"1,3\n2,5\n7,1\n" * 9, [], ["Unnamed: 0"]),
     "two units": ("t.csv", csv("a", ["$1", "$2", "$3", "EUR 5"]), ["--features", "a"],
                   ["a=$1", "a=$2", "a=$3", "a=EUR 5"]),
 }  # fmt: skip
@@ -112,7 +134,7 @@ def predicted(model, path, **options) -> pd.DataFrame:
 def test_a_table_is_read_as_it_was_meant(case):
     name, content, flags, features = READ[case]
     path = Path(name)
-    path.write_bytes(content)
+    content(path) if callable(content) else path.write_bytes(content)
     train, test, metadata = read(path, *flags)
     assert metadata["features"] == features
     assert any(map(INDEX.fullmatch, metadata["left_out"])) == case.startswith("index left out")
@@ -163,8 +185,15 @@ def test_tables_of_all_kinds_hold_the_same_numbers_and_copies_are_not_read(here,
 
 REFUSED = {
     "a name twice": ("t.csv", b'a,y," a"\n1,2,3\n', [], "two columns are called 'a'"),
-    "a column of lists": ("t.parquet", parquet(pd.DataFrame({"a": [[1]], "y": [1]})), [],
-                          "column 'a' holds bytes or lists"),
+    "a column of lists": ("t.parquet", parquet(pd.DataFrame({"a": [[1]], "y": [1]})),
+                          ["--features", "a"], "column 'a' holds bytes, lists or objects"),
+    "an object of JSON": ("t.json", b'{"nodes": [{"y": 1}, {"y": 2}], "links": [{"y": 1}]}', [],
+                          "is an object of JSON with 'nodes', 'links', and no table"),
+    "a title": ("t.csv", b"Sales of 2025\n\na,y\n1,2\n", [],
+                "--header-row N says .*Expected 1 field"),
+    "names that are wide apart": ("t.csv", b"a;;b c\n1;2;3\n", [], "Unnamed: 1, b c: .*header-row"),
+    "two files in a zip": ("t.csv.zip", zipped("a.csv", "b.csv"), [],
+                           "is an archive of 2 files: unpack it"),
     "texts that all differ": ("t.csv", csv("a", [1, 2], y=[f"no {n}" for n in range(30)]), [],
                               "'y' has 30 different texts in 30 rows, which are neither"),
     "classes beside a number": ("t.csv", csv("k", ["u", "v"]), ["--target", "k,y"],
@@ -363,10 +392,68 @@ def test_what_is_no_number_is_a_category_and_what_hardly_repeats_is_left_out_and
     assert read(table, "--features", "rownames,n")[2]["features"] == ["rownames", "n"]  # wanted
 
 
-def test_a_sheet_of_excel_is_a_table():
-    pytest.importorskip("openpyxl")
-    frame().to_excel("t.xlsx", index=False)
-    assert read("t.xlsx")[2]["features"] == ALL
+def write_sheets(path, **sheets):
+    """An Excel file: the rows of each sheet, of which cells of several rows are merged."""
+    book = pytest.importorskip("openpyxl").Workbook()
+    book.create_sheet("left empty")
+    book.remove(book.worksheets[0])
+    for name, (cells, merged) in sheets.items():
+        sheet = book.create_sheet(name)
+        for row in cells:
+            sheet.append(row)
+        for area in merged:
+            sheet.merge_cells(area)
+    book.save(path)
+
+
+def test_a_sheet_of_excel_is_what_a_person_sees():
+    names, *cells = [["city", "n", "y"]], *([city, n, n] for city in "abcabc" for n in range(8))
+    alone = [[city if n == 0 else None, n, y] for city, n, y in cells]
+    merged = [f"A{top}:A{top + 7}" for top in range(4, 52, 8)]
+    write_sheets("t.xlsx", s=([["Sales of 2025"], [], *names, *alone], merged))
+    write_sheets("plain.xlsx", s=(names + cells, []))
+    with refused("no column 'y', only Sales of 2025, .*Unnamed: 2.* --header-row where"):
+        read("t.xlsx")
+    (train, test, metadata), plain = read("t.xlsx", "--header-row", 3), read("plain.xlsx")
+    assert metadata["features"] == ["city=a", "city=b", "city=c", "n"]
+    assert torch.equal(train.tensors[0], plain[0].tensors[0])
+    assert torch.equal(test.tensors[0], plain[1].tensors[0])
+    assert predicted(untrained(metadata), Path("t.xlsx")).predicted_y.notna().all()
+
+
+def test_sheets_are_splits_or_chosen_and_a_formula_has_a_value():
+    names, *cells = [["a", "y"]], *([n, n % 7] for n in range(30))
+    write_sheets("t.xlsx", train=(names + cells, []), test=(names + cells[:5], []))
+    train, test, metadata = read("t.xlsx")
+    assert (len(train), len(test)) == (30, 5)
+    assert metadata["plan"]["evaluated on"] == "test: 5 rows"
+    write_sheets("t.xlsx", north=(names + cells, []), south=(names + cells[:5], []))
+    with refused(r"t.xlsx has several sheets, 'north', 'south': choose one, or .*--sheet A,B$"):
+        read("t.xlsx")
+    with refused("has no sheet 'west' but 'north', 'south'"):
+        read("t.xlsx", "--sheet", "west")
+    for chosen, num in (("south", 5), ("north,south", 35)):
+        train, test, metadata = read("t.xlsx", "--sheet", chosen)
+        assert len(train) + len(test) == num
+        assert len(predicted(untrained(metadata), Path("t.xlsx"))) == num
+    write_sheets("t.xlsx", s=([*names, *cells, [3, "=A2*2"]], []))
+    with refused("t.xlsx, sheet 's': cell B32 is a formula whose value is not in the file: save"):
+        read("t.xlsx")
+
+
+def test_the_package_for_excel_is_named(monkeypatch):
+    Path("t.xlsx").write_bytes(b"")
+    monkeypatch.setattr(sheets.importlib.util, "find_spec", lambda name: None)
+    with refused("t.xlsx needs a package for Excel files: pip install openpyxl"):
+        read("t.xlsx")
+
+
+def test_a_row_of_totals_is_asked_about():
+    table = pd.DataFrame({"region": ["n", "s"] * 10, "a": range(20), "y": range(5, 25)})
+    assert "asked" not in planned(table)
+    for region, a, y, why in (("Grand total", 1, 9, "'Grand total'"), ("n", 190, 290, "y 290")):
+        asked = planned(pd.concat([table, pd.DataFrame([[region, a, y]], columns=[*table])]))
+        assert asked["asked"] == f"is row 21 ({why}) a sum of others? Then remove it from the file"
 
 
 def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted():

@@ -202,6 +202,10 @@ class Config:
     """pictures look like the training pictures: resize them, no more"""
     encoding: str | None = None
     """of tables and texts, such as cp1252 (default: as in training, or UTF-8 if they are)"""
+    sheet: str | None = None
+    """of an Excel file, or several as a,b (default: as in training)"""
+    header_row: int | None = None
+    """line of a table, or row of a sheet, that has the names (default: as in training)"""
     export: bool = False
     """write RUN_DIR/export/: a model card, the weights, and model.onnx, which needs no PyTorch"""
     push: str | None = None
@@ -218,7 +222,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not config.files and not config.export:
         raise UsageError("name the files to predict, or --export")
     predictor = load_run(config.run_dir, config.script)
-    options = {name: vars(config)[name] for name in ("as_is", "encoding") if vars(config)[name]}
+    names = ("as_is", "encoding", "sheet", "header_row")
+    options = {name: vars(config)[name] for name in names if vars(config)[name]}
+    if config.sheet:
+        options["sheet"] = config.sheet.split(",")
     for name in options.keys() - {*predictor.options}:
         kind = predictor.metadata["input"]
         raise UsageError(f"{flag(name)} does not apply to a model whose input is a {kind}")

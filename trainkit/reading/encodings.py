@@ -1,8 +1,10 @@
 """The text of a file: in what its byte order mark says, in the given encoding, or in UTF-8."""
 
 import codecs
+import zipfile
 
 from trainkit.errors import UsageError
+from trainkit.reading.paths import is_read
 
 # UTF-32 comes first, because its mark begins with that of UTF-16.
 MARKS = {
@@ -23,8 +25,17 @@ def read_text(path: str, given: str | None = None) -> str:
     """
     import fsspec  # here: a run on synthetic data starts without it
 
-    with fsspec.open(path, "rb", compression="infer") as file:
-        content = file.read()
+    if path.lower().endswith(".zip"):
+        with zipfile.ZipFile(path) as archive:  # of macOS, it has hidden files too
+            names = [n for n in archive.namelist() if is_read(n) and not n.endswith("/")]
+            if len(names) != 1:
+                raise UsageError(
+                    f"{path} is an archive of {len(names)} files: unpack it, and name the folder"
+                )
+            content = archive.read(names[0])
+    else:
+        with fsspec.open(path, "rb", compression="infer") as file:
+            content = file.read()
     for mark, name in MARKS.items():
         if content.startswith(mark):
             return content[len(mark) :].decode(name)

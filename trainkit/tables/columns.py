@@ -35,6 +35,7 @@ AMOUNT = re.compile(
     rf"\s*([^\W\d_]{{1,8}}|[%\u2030{SIGNS}])?"
 )
 SWAPPED = str.maketrans(".,", ",.")
+TOTAL = re.compile(r"((grand|sub)[ -]?)?totals?:?|sum|summe|gesamt", re.IGNORECASE)
 # Numbers that surveys and programs write for a missing value: 99, -999 and their like.
 CODES = [int(sign + digit * width) for sign in "+-" for digit in "789" for width in range(2, 7)]
 
@@ -145,16 +146,24 @@ def find_kind(values: pd.Series, categorical: Sequence[str], marks: Sequence[str
     name = str(values.name)
     if values.dtype.kind in "fM" and name not in categorical:
         return Column(name, days=values.dtype.kind == "M")
-    cells = values[values.notna() & ~values.isin(MISSING)]
+    if values.dtype == object:  # of pandas alone, thousands of columns would take seconds
+        words = {*MISSING}
+        kept = [cell not in words for cell in values] & ~pd.isna(values.to_numpy())
+        cells = pd.Series(values.to_numpy()[kept], dtype=object, name=name)
+    else:
+        cells = values[values.notna() & ~values.isin(MISSING)]
     texts = Column(name, categories=[])
-    is_boolean = cells.dtype.kind == "b" or {*cells.unique()[:3].astype(str)} <= {"True", "False"}
-    if name in categorical or not len(cells) or is_boolean:
+    booleans = {"True", "False"}  # the first cell is asked first, because most say no
+    if name in categorical or not len(cells):
+        return texts
+    if str(cells.iloc[0]) in booleans and {*map(str, cells.unique()[:3])} <= booleans:
         return texts
     column = Column(name)
     has_marks = marks[0] == "," and cells.astype(str).str.contains(r"[.,]").any()
-    if has_marks or np.isnan(read_cells(cells, column)).any():
-        column = _find_reading(cells, marks)
     numbers = read_cells(cells, column)
+    if has_marks or np.isnan(numbers).any():
+        column = _find_reading(cells, marks)
+        numbers = read_cells(cells, column)
     if np.isnan(numbers).mean() > MOST_OTHERS:
         is_date = np.isnan(_read_days(cells)).mean() <= MOST_OTHERS
         return Column(name, days=True) if is_date else texts
@@ -242,6 +251,28 @@ def ask_missing(numbers: np.ndarray) -> dict[int, int]:
     low, high = min({*counts} - codes), max({*counts} - codes)
     far = [code for code in codes if max(low - code, code - high) > high - low]
     return {int(code): counts[code] for code in sorted(far) if counts[code] > 1}
+
+
+def ask_sums(table: pd.DataFrame, targets: Sequence[Column]) -> dict[int, str]:
+    """Return the rows that may be sums of others, from 0, and why.
+
+    One of the first cells says so, or a target is the sum of all others, or lies twice as far from
+    them as they are apart.
+    """
+    found: dict[int, str] = {}
+    for name in table.columns[:3] if targets else []:
+        cells = table[name].astype(object)
+        words = [cell for cell in cells.unique() if isinstance(cell, str) and TOTAL.fullmatch(cell)]
+        found |= {int(n): repr(cells[n]) for n in cells.isin(words).to_numpy().nonzero()[0]}
+    for column in targets:
+        numbers = read_cells(table[column.name], column)
+        order = numbers.argsort()
+        for far, edge in ((order[-1], order[-2]), (order[0], order[1])) if len(order) > 9 else []:
+            others = np.delete(numbers, far)
+            is_sum = np.isclose(others.sum(), numbers[far], 1e-6) and np.count_nonzero(others) > 2
+            if is_sum or abs(numbers[far] - numbers[edge]) > 2 * np.ptp(others) > 0:
+                found.setdefault(int(far), f"{column.name} {numbers[far]:.10g}")
+    return found
 
 
 def encode(

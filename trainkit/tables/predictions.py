@@ -30,7 +30,7 @@ class TableRows(Predictor):
     In a subclass, answer_rows returns the columns that are written for inputs of forward.
     """
 
-    options = ("encoding",)
+    options = ("encoding", "sheet", "header_row")
     answer_rows: Callable[[torch.Tensor], dict[str, Any]]
 
     def prepare(self, inputs: torch.Tensor) -> torch.Tensor:

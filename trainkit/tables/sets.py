@@ -18,6 +18,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from trainkit.config import (
     UNSET,
+    Count,
     Fraction,
     MayChange,
     NonNegative,
@@ -33,6 +34,7 @@ from trainkit.reading.frames import (
     MAX_SHOWN,
     choose_columns,
     choose_evaluated_table,
+    find_nested,
     read_parts,
     typed,
 )
@@ -43,6 +45,7 @@ from trainkit.tables.columns import (
     MISSING,
     Column,
     ask_missing,
+    ask_sums,
     empty_cells,
     encode,
     find_kind,
@@ -77,6 +80,7 @@ Widths = Annotated[
     comma_separated(int),
     Rule(lambda value: min(value, default=0) >= 1, "at least 1 each"),
 ]
+READ_OPTIONS = ("separator", "encoding", "sheet", "header_row")  # of read_parts
 MOVED = "tables are for another script: python examples/table.py --data FILE --target COLUMN"
 TABLE_FLAGS = dict.fromkeys(  # which train_regression.py had
     ("--data", "--eval-data", "--features", "--categorical", "--missing", "--encoding"), MOVED
@@ -107,6 +111,11 @@ class TableConfig(TrainingConfig):
     with semicolons)"""
     encoding: str | None = None
     """of text files, such as cp1252 or utf-16 (default: UTF-8)"""
+    sheet: OptionalNames = None
+    """sheet of an Excel file, or several with the same columns as a,b (default: the only one, or
+    those called train and test)"""
+    header_row: Count | None = None
+    """line of the file, or row of the sheet, with the names of the columns (default: the first)"""
     test_fraction: Annotated[Fraction, ReadOnlyIf("eval_data", (None,))] = 0.2
     """of the rows, or of each class, to evaluate on, if no split is given; 0: on all"""
     data_seed: Seed = 0
@@ -166,11 +175,12 @@ def make_table_sets(config: TableConfig) -> TableSets:
     columns = [column for column in learned.values() if not column.problem]
     if not columns:
         said = [f"{name} ({column})" for name, column in learned.items()]
-        raise UsageError(f"{config.where}: no column can be used: {shorten(said, MAX_SHOWN)}")
+        why = shorten(said, MAX_SHOWN) or rows.plan.get("nested") or "there are no others"
+        raise UsageError(f"{config.where}: no column can be used: {why}")
     features, _ = encode(table, columns)
     metadata: dict[str, Any] = {"input": "table_class" if classes else "table"}
     metadata["read_options"] = {
-        name: getattr(config, name) for name in ("separator", "encoding", "missing_values")
+        name: getattr(config, name) for name in (*READ_OPTIONS, "missing_values")
     }
     inputs, scale = standardise_columns("feature", features, train)
     metadata |= scale | describe_columns(learned, targets)
@@ -191,7 +201,7 @@ def make_table_sets(config: TableConfig) -> TableSets:
 
 def read_used_rows(config: TableConfig) -> UsedRows:
     """Return the rows of --data, and of --eval-data or a split of it. Raises UsageError."""
-    where, options = config.where, {"separator": config.separator, "encoding": config.encoding}
+    where, options = config.where, {name: getattr(config, name) for name in READ_OPTIONS}
     target = config.target or []
     named = [*target, *(config.features or []), *config.categorical]
     parts = read_parts(str(config.data), where, **options)
@@ -208,14 +218,15 @@ def read_used_rows(config: TableConfig) -> UsedRows:
     evaluated, lines = choose_evaluated_table(
         parts, config.eval_data, is_labelled, "row", named, **options
     )
-    names = [*(config.features or whole), *target]
+    nested = [] if config.features else find_nested(whole)
+    names = [*(config.features or whole.columns.drop(nested)), *target]
     tables = [choose_columns(whole, names, where)]
     if evaluated is not None:
         tables.append(choose_columns(evaluated, names, evaluated.attrs["where"]))
     numbers = np.concatenate([table.index.to_numpy() for table in tables])
-    plan = {"data": Path(str(config.data)).name}
-    if whole.attrs["part"]:
-        plan["data"] += f" ({whole.attrs['part']})"
+    name, part = Path(str(config.data)).name, whole.attrs["part"]
+    plan = {"data": f"{name} ({part})" if part else name}
+    plan |= {"nested": f"{shorten(nested)}: left out, as lists or objects"} if nested else {}
     table = pd.concat(tables, ignore_index=True)
     if config.missing_values:
         num_present = int(table.notna().to_numpy().sum())
@@ -322,6 +333,9 @@ def learn_columns(rows: UsedRows, train: np.ndarray, config: TableConfig) -> dic
             learned[name] = Column(name, problem="left out: an index")
         else:
             learned[name] = learn_column(rows.table[name], train, config.categorical, rows.marks)
+    if all(column.problem for column in learned.values()):  # as of values one after the other
+        for name in filter(INDEX.fullmatch, learned):
+            learned[name] = learn_column(rows.table[name], train, config.categorical, rows.marks)
     return learned
 
 
@@ -400,6 +414,8 @@ def describe_use(learned: dict[str, Column], rows: UsedRows) -> dict[str, str]:
     told = [(column.name, str(column)) for column in (*learned.values(), *numbers)]
     special = [f"{name} ({kind})" for name, kind in told if kind != "number"]
     columns = [column for column in learned.values() if not column.problem]
+    if columns and all(INDEX.fullmatch(column.name) for column in columns):
+        special.append("nothing but an index is used, as nothing else can be")
     num_features = sum(len(column.feature_names()) for column in columns)
     plan = {"features": f"{num_features}, from {count(len(columns), 'column')}"}
     plan["columns"] = shorten(special, MAX_SHOWN) or "numbers"
@@ -408,8 +424,12 @@ def describe_use(learned: dict[str, Column], rows: UsedRows) -> dict[str, str]:
         if column.categories is None and not column.days:
             for code, number in ask_missing(read_cells(rows.table[column.name], column)).items():
                 asked[f"{code} in {count(number, 'row')} of {column.name}"] = code
+    questions = []
     if asked:
         codes = typed(*dict.fromkeys(map(str, asked.values())))
         cells = shorten([*asked], MAX_SHOWN)
-        plan["asked"] = f"is {cells} a missing value? Then add --missing-values={codes}"
-    return plan
+        questions.append(f"is {cells} a missing value? Then add --missing-values={codes}")
+    if sums := ask_sums(rows.table, numbers):
+        said = [f"row {rows.numbers[n] + 1} ({why})" for n, why in sums.items()]
+        questions.append(f"is {shorten(said)} a sum of others? Then remove it from the file")
+    return plan | ({"asked": "; ".join(questions)} if questions else {})
