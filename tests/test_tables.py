@@ -456,6 +456,15 @@ def test_a_row_of_totals_is_asked_about():
         assert asked["asked"] == f"is row 21 ({why}) a sum of others? Then remove it from the file"
 
 
+def test_two_tables_whose_predictions_have_one_name_are_not_both_predicted(model):
+    frame(5).to_csv("t.csv", index=False)
+    frame(5).to_parquet("t.parquet")
+    model.predict_file(Path("t.parquet"))
+    with refused(r"t.csv: t_predictions.csv holds what is predicted for t.parquet: rename one"):
+        model.predict_file(Path("t.csv"))
+    model.predict_file(Path("t.parquet"))
+
+
 def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted():
     random = np.random.default_rng(3)
     once = pd.DataFrame(random.normal(size=(40, 4))).add_prefix("x").assign(y=range(40))

@@ -33,6 +33,10 @@ class TableRows(Predictor):
     options = ("encoding", "sheet", "header_row")
     answer_rows: Callable[[torch.Tensor], dict[str, Any]]
 
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        self.written: dict[Path, Path] = {}  # the table of each file of predictions
+
     def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
         return ((inputs - self.numbers("feature_mean")) / self.numbers("feature_std")).float()
 
@@ -65,6 +69,8 @@ class TableRows(Predictor):
             raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
         stem = Path(path.stem).stem if path.suffix.lower() in frames.COMPRESSED else path.stem
         output = path.with_name(f"{stem}_predictions.csv")
+        if (other := self.written.setdefault(output.absolute(), path)) != path:
+            raise UsageError(f"{where}: {output} holds what is predicted for {other}: rename one")
         rows = written.join(predictions)
         write_rows(rows, output)
         notes = [f"{output}{describe_unknown(table, columns)}"]
