@@ -308,6 +308,11 @@ def table_run(tmp_path_factory, run_main):
     return folder / "houses"
 
 
+def without_numbers(text: str) -> str:
+    """A text with 0 for each of its numbers, and one blank between words."""
+    return re.sub(r"\d[\d.,]*(e-?\d+)?", "0", " ".join(text.split()))
+
+
 def assert_num_processes(output: str, number: int):
     """The plan of a run says how many processes it has."""
     device = next((line for line in output.splitlines() if line.startswith("device ")), "")

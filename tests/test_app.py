@@ -19,10 +19,11 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from conftest import refused, wait_until
+from conftest import ROOT, refused, wait_until, without_numbers
 from faults import free_port
 from PIL import Image
 
+from benchmarks.pictures import draw_seven
 from trainkit.tables.columns import Column, encode
 from trainkit.tools import answers, page
 
@@ -110,18 +111,13 @@ def test_a_seven_that_is_drawn_is_framed_and_its_bars_are_the_models(
     mnist_run, tmp_path, open_page
 ):
     tab = open_page(mnist_run)
-    tab.wait_for_selector('#pad button[aria-label="Brush"]')
-    tab.wait_for_selector("#pad .empty", state="detached")
-    tab.wait_for_timeout(300)
-    box = tab.locator("#pad canvas").first.bounding_box()
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    for number, (right, down) in enumerate([(-60, -80), (50, -80), (-20, 80)]):
-        tab.mouse.move(x + right, y + down, steps=8)
-        if not number:
-            tab.mouse.down()
-    tab.mouse.up()
-    tab.wait_for_selector(".said h2")
+    draw_seven(tab)
     assert tab.locator(".said h2").inner_text().endswith("7")
+    shown = (ROOT / "docs" / "pictures" / "app.txt").read_text()  # what README's picture says
+    said = tab.locator(".said").first.inner_text()  # the answer, which may be unsure
+    assert without_numbers(tab.locator("body").inner_text().replace(said, "7\n100%")) == (
+        without_numbers(shown)
+    ), "python -m benchmarks.pictures"
     picture = seen(tab)
     assert picture.shape == (28, 28) and picture[0].max() == 0  # framed as MNIST's digits are
     assert 18 <= np.ptp(np.nonzero(picture > 64), axis=1).max() + 1 <= 21

@@ -130,7 +130,7 @@ def test_metadata_that_do_not_fit_the_weights_are_one_sentence(
 
 
 def test_a_table_gets_its_predictions_beside_its_rows(table_run, tmp_path, capsys):
-    path = shutil.copy(table_run.parent / "houses.csv", tmp_path)
+    path = Path(shutil.copy(table_run.parent / "houses.csv", tmp_path))
     predict.main([str(table_run), str(path)])
     output = tmp_path / "houses_predictions.csv"
     path_line, names, *first_rows = capsys.readouterr().out.splitlines()
@@ -141,6 +141,10 @@ def test_a_table_gets_its_predictions_beside_its_rows(table_run, tmp_path, capsy
     tensors, _ = saved(table_run, "predictions")
     expected = said.predicted_price[tensors["index"].tolist()].tolist()
     assert expected == pytest.approx(tensors["prediction"][:, 0].tolist(), rel=1e-5)
+    path.write_text("area,city,age\n,Rome,1970-01-02\n50,Rome,1970-01-02\n")
+    predict.main([str(table_run), str(path)])
+    *_, without, with_area = capsys.readouterr().out.splitlines()
+    assert without.split() == ["Rome", "1970-01-02"] and len(with_area.split()) == 4  # no NaN
     for words, said in (
         (["--as-is"], r"--as-is does not apply to .* is a table"),
         (["--csv", str(tmp_path / "a.csv")], "--csv is for pictures, and the input of this model"),

@@ -23,7 +23,8 @@ from typing import Any
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT
+from conftest import ROOT, without_numbers
+from PIL import Image
 
 from trainkit.config import TrainingConfig, parse
 
@@ -205,6 +206,26 @@ def test_the_table_has_every_yaml_and_without_a_flag_the_scripts_fit_its_process
         assert str(num_processes) in numbers(listed[name]), name
         for script in ("train_mnist", "train_regression"):
             check_script(script, [], num_processes)
+
+
+def test_the_pictures_show_what_is_printed_today(
+    small_mnist, run_main, tmp_path, monkeypatch, capsys
+):
+    """That of the page: tests/test_app.py, in a browser."""
+    monkeypatch.chdir(tmp_path)
+    flags = "--batch-size 128 --epochs 3 --pictures --run-dir runs/mnist"
+    run_main("train_mnist", "--dataset", small_mnist, flags)
+    printed = (
+        capsys.readouterr().out.replace(str(small_mnist), "data/mnist").replace(f"{ROOT}/", "")
+    )
+    pictures = ROOT / "docs" / "pictures"
+    shown = (pictures / "terminal.txt").read_text().replace("threads", "thread")
+    assert without_numbers(f"$ python train_mnist.py\n{printed}") == without_numbers(shown), (
+        "python -m benchmarks.pictures"
+    )
+    for name in ("terminal", "app"):  # the text beside a picture is the text that was drawn
+        with Image.open(pictures / f"{name}.png") as picture:
+            assert picture.text["Description"] == (pictures / f"{name}.txt").read_text(), name
 
 
 def test_the_loop_that_is_shown_is_that_of_the_script():
