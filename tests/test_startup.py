@@ -110,7 +110,9 @@ class Ends:
         os.kill(os.getpid(), signal.SIGKILL)
 
 def beside_a_worker_that_is_killed():
-    list(torch.utils.data.DataLoader(Ends(), num_workers=1, timeout=60))
+    # Another way to start it, the default of Python 3.14, imports this script again.
+    how = {"num_workers": 1, "timeout": 60, "multiprocessing_context": "fork"}
+    list(torch.utils.data.DataLoader(Ends(), **how))
 
 def nested():
     rows = [torch.ones(length, 2, requires_grad=True) for length in (1, 3)]
