@@ -199,6 +199,7 @@ REFUSED = {
     "classes beside a number": ("t.csv", csv("k", ["u", "v"]), ["--target", "k,y"],
                                 "'k' holds texts, and several targets must be numbers"),
     "a name too few": ("t.csv", b"a,y\n1,2,3\n", [], "saw 3"),
+    "no rows": ("t.csv", b"a,y\n", [], "'y' has 0 different texts in 0 rows"),
     "no names": ("t.csv", b"0.5,1.5,Oslo\n2,3,Bonn\n", [], "no column 'y', only 0.5, 1.5, Oslo$"),
     "no target": ("t.csv", b'a,b c,"d, e"\n1,2,3\n', ["--target", ""],
                   """choose the column to predict with --target: a, 'b c', '"d, e"'$"""),

@@ -148,7 +148,7 @@ def find_kind(values: pd.Series, categorical: Sequence[str], marks: Sequence[str
         return Column(name, days=values.dtype.kind == "M")
     if values.dtype == object:  # of pandas alone, thousands of columns would take seconds
         words = {*MISSING}
-        kept = [cell not in words for cell in values] & ~pd.isna(values.to_numpy())
+        kept = np.array([cell not in words for cell in values], bool) & values.notna().to_numpy()
         cells = pd.Series(values.to_numpy()[kept], dtype=object, name=name)
     else:
         cells = values[values.notna() & ~values.isin(MISSING)]
