@@ -108,7 +108,7 @@ class Commits:
                 wait_together(self.accelerator, [job])
                 with failing_together(self.accelerator, self.what, RunFailure):
                     job.result()
-        except RunFailure:
+        except BaseException:  # also a second Ctrl-C, and gloo's word that a process has died
             self.leaving.set()
             raise
 

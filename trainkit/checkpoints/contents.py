@@ -195,10 +195,10 @@ class Contents:
         self.registered.state.check()
         moved = [marks.changed() for marks in self.frozen.marks]
         is_one = self.accelerator.num_processes == 1
-        state_hash = "" if is_one else self.registered.state.hash()
-        own = (moved, self._changed_fixed(), state_hash, self._hashes(moved))
+        hashes = ("", {}) if is_one else (self.registered.state.hash(), self._hashes(moved))
+        own = (moved, self._changed_fixed(), *hashes)
         everybody = [own] if is_one else gather_object([own])
-        for theirs, changed, state, hashes in everybody:
+        for theirs, changed, state, others in everybody:
             if changed:
                 raise RunFailure(
                     f"fixed[{changed!r}] of run.begin(...) has changed, and no checkpoint holds "
@@ -206,7 +206,7 @@ class Contents:
                     "accelerator.register_for_checkpointing(...) with it before run.begin(...); if "
                     "its own forward pass does, as with BatchNorm, call .eval() on it"
                 )
-            if differing := dict(everybody[0][3].items() ^ hashes.items()):
+            if differing := dict(everybody[0][3].items() ^ others.items()):
                 raise RunFailure(
                     f"{min(differing)} differs between processes, and a checkpoint holds one of "
                     "them: change it by the same numbers on all processes, and put BatchNorm in "

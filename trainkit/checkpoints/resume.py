@@ -204,14 +204,14 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
     return trainer | {"progress": progress}
 
 
-def world_facts(accelerator: Accelerator) -> dict[str, Any]:
+def world_facts(accelerator: Accelerator, num_micro_batches: int) -> dict[str, Any]:
     """What may change on a resume; a change makes rounding differ."""
     return {
         "num_processes": accelerator.num_processes,
         "sharded": accelerator.is_fsdp2,
         "copies": num_copies(accelerator.num_processes),
         "mixed_precision": accelerator.mixed_precision,
-        "micro_batches": accelerator.gradient_accumulation_steps,
+        "micro_batches": num_micro_batches,
         "device": accelerator.device.type,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

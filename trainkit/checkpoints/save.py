@@ -80,6 +80,7 @@ class Checkpoints:
         self.contents = contents
         registered = {"accelerator.register_for_checkpointing(...)": contents.registered.kinds}
         self.fingerprint = json.loads(to_json(fingerprint | registered, default=str))
+        self.world = world_facts(accelerator, max(1, config.accumulate))
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
         self.time_limit = config.time_limit
         self.has_mirror = config.mirror is not None
@@ -143,7 +144,7 @@ class Checkpoints:
             "sums": self.means.state(),
             "rows": self.tracker.num_rows,
             "fingerprint": self.fingerprint,
-            "world": world_facts(self.accelerator),
+            "world": self.world,
             "sources": self.sources,
             "moved": [sorted(names) for names in self.contents.frozen.moved],
         }
@@ -209,7 +210,7 @@ class Checkpoints:
             if accelerator.is_main_process:
                 # The run continues from this checkpoint. Rows are truncated only after later
                 # checkpoints are renamed: if this is killed halfway, "auto" can still resume.
-                said += what_differs(trainer, world_facts(accelerator), self.sources)
+                said += what_differs(trainer, self.world, self.sources)
                 said += abandon_later(self.directory, progress.step, path)
                 self.tracker.truncate(trainer["rows"] if path else 0)
                 sync(self.directory.parent)

@@ -1,7 +1,8 @@
 """Shard a model, that is, spread its weights over the processes (FSDP2).
 
 Accelerate shards the model; parts.py says how its checkpoints are written and read. Frozen
-parameters (requires_grad=False) are not in them; a resume compares their fingerprint.
+parameters (requires_grad=False) are not in them while they are as at the start; a resume compares
+their fingerprint.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set

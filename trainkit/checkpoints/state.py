@@ -130,6 +130,7 @@ class State:
     def note(self) -> None:
         """From here on a change is refused; a tensor that is replaced counts as changed."""
         self.noted = self._marks()
+        self.kept = {}
 
     def allow_changes(self) -> None:
         """Allow changes until note() is called."""
