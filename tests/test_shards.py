@@ -84,7 +84,7 @@ def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsh
 ):
     """On other numbers of processes and copies, too."""
     flags = "--ema 0.8 --accumulate 2 --clip-norm 0.05 --keep-best eval_loss --eval-every 2 "
-    flags += "--resume auto --batch-size 72"
+    flags += "--resume auto --batch-size 72 --optimizer muon"  # of which one matrix is hidden
     args = [*arguments["train_regression"], *flags.split()]
     copies = {"world": 4, "copies": 2}
     plans = [

@@ -35,6 +35,12 @@ RUNS = {
         "--dataset {tiny} --model deep --batch-size 36 --eval-batch-size 72 --no-drop-last",
         101,
     ),
+    "muon": (
+        "train_mnist",
+        "--dataset {tiny} --optimizer muon --weight-decay 0.1 --batch-size 36 --eval-batch-size 72 "
+        "--no-drop-last",
+        101,
+    ),
     "train_regression": (
         "train_regression",
         "--num-samples 234 --num-targets 2 --batch-size 36 --eval-batch-size 30",
@@ -95,8 +101,8 @@ WORLDS = [*product(RUNS, (1, 2, 3), (1, 3))]
 WORLDS = [way for way in WORLDS if way[::2] != ("two_towers", 3)]  # its loss is of whole batches
 # any_batch has masks, weights and shares of other sizes; gan has two optimizers, tabm an average.
 QUICK = [("train_mnist", 2, 1), ("any_batch", 3, 3), ("gan", 2, 3), ("two_towers", 2, 1)]
-QUICK += [("tabm", 2, 1)]
-KILLED = [("gan", 2, 3), ("any_batch", 3, 3)]
+QUICK += [("tabm", 2, 1), ("muon", 2, 3)]
+KILLED = [("gan", 2, 3), ("any_batch", 3, 3), ("muon", 2, 1)]
 
 
 @pytest.mark.numeric

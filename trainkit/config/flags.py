@@ -77,7 +77,7 @@ Metric = Annotated[
         "better",
     ),
 ]
-Optimizer = Literal["adamw", "adam", "sgd"]
+Optimizer = Literal["adamw", "adam", "sgd", "muon"]
 Schedule = Literal["onecycle", "cosine", "linear", "exponential", "exponential+cosine", "constant"]
 # Those that reach the lowest learning rate at the end of the run.
 FALLING = ("onecycle", "cosine", "linear")
@@ -117,10 +117,10 @@ class TrainingConfig:
 
     optimizer: Optimizer = "adamw"
     """fused, except under fp16"""
-    momentum: Annotated[NonNegative[float], ReadOnlyIf("optimizer", ("sgd",))] = 0.9
-    """of --optimizer sgd"""
+    momentum: Annotated[NonNegative[float], ReadOnlyIf("optimizer", ("sgd", "muon"))] = 0.9
+    """of --optimizer sgd and muon"""
     weight_decay: NonNegative[float] = 0.0
-    """decoupled for adamw, else an L2 penalty"""
+    """decoupled for adamw and muon, else an L2 penalty"""
     schedule: Schedule = "constant"
     """learning rate of each step"""
     warmup: Fraction = 0.0

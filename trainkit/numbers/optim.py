@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.launch.processes import gather_rows
+from trainkit.numbers.muon import Muon
 
 # The options of a parameter group that choose between torch's implementations of an optimizer.
 KERNEL = ("fused", "foreach", "capturable")
@@ -26,7 +27,7 @@ def make_optimizer(
     parameters: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
     config: TrainingConfig,
 ) -> torch.optim.Optimizer:
-    """AdamW, Adam or SGD with momentum, fused into one kernel.
+    """AdamW, Adam, Muon or SGD with momentum, fused into one kernel but for Muon's matrices.
 
     `parameters` are those of a model, or groups of them, each of which may have its own "lr" and
     "weight_decay". A schedule keeps the ratios of the learning rates.
@@ -40,10 +41,10 @@ def make_optimizer(
         "weight_decay": config.weight_decay,
         "fused": None if accelerator.mixed_precision == "fp16" or sharded_sgd else True,
     }
-    if config.optimizer == "sgd":
+    if config.optimizer in ("sgd", "muon"):
         options["momentum"] = config.momentum
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    return kind[config.optimizer](parameters, **options)
+    return (kind | {"muon": Muon})[config.optimizer](parameters, **options)
 
 
 def weights_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
