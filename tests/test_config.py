@@ -25,7 +25,7 @@ from trainkit.tables.sets import TableConfig
 # What is typed, and a part of the sentence that answers it.
 SLIPS = {
     "--epoch 3": "Unrecognized options: --epoch, 3; perhaps you meant --cosine-epochs or --epochs",
-    "--optimizer sgdd": "--optimizer'. Expected one of .'adamw', 'adam', 'sgd'. (see ",
+    "--optimizer sgdd": "--optimizer'. Expected one of .'adamw', 'adam', 'sgd', 'muon'. (see ",
     "--save-every None": "--save-every: .*'None'.*(see ",
     "--keep 2 --seed": "Missing value for argument '--seed'.*(see ",
     "--keep_best eval_loss --batch_size=1e2 --seed 1": "--batch-size: .*'1e2'",
