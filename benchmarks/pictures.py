@@ -55,7 +55,7 @@ def draw_seven(tab: Any) -> None:
         if not number:
             tab.mouse.down()
     tab.mouse.up()
-    tab.wait_for_selector(".said h2")
+    tab.wait_for_function("!document.querySelector('.said').innerText.includes('test picture.')")
 
 
 def draw_page(run_dir: Path, path: Path) -> str:

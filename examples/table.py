@@ -81,15 +81,15 @@ def validate(
     outputs = run.predict(loader, lambda batch: model(batch[0]).float()).cpu()
     loss = compute_losses(outputs.double(), targets if "classes" in metadata else targets.double())
     metrics = {"eval_loss": loss.mean().item()}
+    predictions = {"feature": torch.from_numpy(in_own_unit(features, metadata, "feature"))}
     if "classes" in metadata:
         metrics |= measure_classes(outputs, targets)
-        predictions = {"logits": outputs, "prediction": outputs.argmax(1), "target": targets}
+        predictions |= {"logits": outputs, "prediction": outputs.argmax(1), "target": targets}
         names = {"classes": metadata["classes"]}
     else:
         prediction, target = (in_own_unit(x, metadata, "target") for x in (outputs, targets))
         metrics |= measure_numbers(prediction, target, metadata["baseline"])
-        predictions = {
-            "feature": torch.from_numpy(in_own_unit(features, metadata, "feature")),
+        predictions |= {
             "prediction": torch.from_numpy(prediction),
             "target": torch.from_numpy(target),
         }

@@ -17,6 +17,7 @@ from trainkit.plots.style import COLOURS, as_written, new_figure
 from trainkit.text import write_number
 
 FOR, AGAINST = torch.tensor([[213.0, 94, 0], [0, 114, 178]])  # orange, blue of style.COLOURS
+MAX_SHARES = 10  # classes with a bar
 MAX_DRAWN = 4  # targets, one below the other
 
 
@@ -40,13 +41,23 @@ def occlusion_map(predictor: Any, picture: torch.Tensor, answer: int) -> torch.T
     return loss / loss.abs().max().clamp(1e-4)
 
 
+def draw_shares(shares: dict[str, float]) -> str:
+    """Return the largest probabilities as HTML: name, bar and number, in the answer's digits."""
+    largest = sorted(shares.items(), key=lambda pair: -pair[1])[:MAX_SHARES]
+    rows = [
+        f'<span>{escape(name)}</span><meter value="{share:.6f}"></meter><span>{share:.2%}</span>'
+        for name, share in largest
+    ]
+    return f'<div class="shares">{"".join(rows)}</div>'
+
+
 def describe_answer(
     predictor: Any,
     picture: torch.Tensor,
     doubt: str = "",
     probabilities: torch.Tensor | None = None,
-) -> tuple[str, dict[str, float], list[tuple[np.ndarray, str]]]:
-    """Return the answer as HTML, the probabilities, and two pictures with captions.
+) -> tuple[str, str, list[tuple[np.ndarray, str]]]:
+    """Return the answer and the probabilities as HTML, and two pictures with captions.
 
     Args:
         picture: uint8 (channels, size, size), or a smaller copy of it.
@@ -73,7 +84,8 @@ def describe_answer(
     html = f"<h2>{escape(answer)}</h2>{share:.2%}"
     if doubt:
         html = f"<h2>unsure, perhaps {escape(answer)}</h2>{doubt}"
-    return html, dict(zip(classes, probabilities.tolist(), strict=True)), views
+    shares = dict(zip(classes, probabilities.tolist(), strict=True))
+    return html, draw_shares(shares), views
 
 
 def draw_responses(
