@@ -16,9 +16,9 @@ def run_pytest(*words: str, **options: object) -> subprocess.CompletedProcess:
 def test_a_rehearsal_after_a_fresh_process_ends():
     """Once the rehearsal's tests waited for ever for a server that such a process held open."""
     files = "tests/test_startup.py", "tests/test_rehearse.py"
-    chosen = "freed_memory or a_right_script_keeps"
+    chosen = "freed_memory or settings_about_numbers or a_right_script_keeps"
     done = run_pytest("-n", "0", *files, "-k", chosen, cwd=ROOT)
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_test_that_hangs_ends_the_run_with_its_stacks(tmp_path):
