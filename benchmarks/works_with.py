@@ -43,7 +43,8 @@ def rehearse(flag: str, name: str) -> dict[str, str]:
             said[world] = f"{said.get(world, '')} {line.removeprefix(found).strip()}".strip()
     if not said:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        said = dict.fromkeys(WORLDS.values(), f"does not run: {' '.join(last)}")
+        reason = " ".join(last).rpartition("does not run: ")[2]
+        said = dict.fromkeys(WORLDS.values(), f"does not run: {reason}")
     return said
 
 
