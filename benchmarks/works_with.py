@@ -55,7 +55,7 @@ def cell(text: str) -> str:
     for begin, word in (("equal bytes", "bytes"), ("refused", "refused"), ("fails", "fails")):
         if text.startswith(begin):
             return word
-    return "no" if text else ""
+    return "-" if text.startswith("does not run") else "differs" if text else ""
 
 
 def surprise(said: dict[str, str]) -> str:

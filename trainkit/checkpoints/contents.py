@@ -111,7 +111,7 @@ class Registered:
         self.things = take_registered(accelerator)
         self.kinds = [type(thing).__name__ for thing in self.things]
         self.state = State()
-        for kind, state in zip(self.kinds, self.states(), strict=False):
+        for kind, state in zip(self.kinds, self.states(), strict=True):
             what = f"the state_dict() of the {kind}, registered with "
             what += "accelerator.register_for_checkpointing(...),"
             check_loadable(state, what)
@@ -122,11 +122,8 @@ class Registered:
                 )
 
     def states(self) -> list[Any]:
-        """The state of each, run.state last.
-
-        Every process must call this: it may be a sum of theirs.
-        """
-        return [thing.state_dict() for thing in (*self.things, self.state)]
+        """The state of each thing. Every process must call this: it may be a sum of theirs."""
+        return [thing.state_dict() for thing in self.things]
 
     def load(self, folder: Path) -> None:
         """Give each its state of a checkpoint."""
@@ -236,7 +233,7 @@ class Contents:
 
     def _hashes(self, moved: Sequence[set[str]]) -> dict[str, str]:
         """Of what a checkpoint holds once for all processes, by what messages call it."""
-        states = zip(self.registered.kinds, self.registered.states(), strict=False)
+        states = zip(self.registered.kinds, self.registered.states(), strict=True)
         held = {f"the registered {kind} (number {n})": x for n, (kind, x) in enumerate(states)}
         for n, (marks, names) in enumerate(zip(self.frozen.marks, moved, strict=True)):
             for name in names:

@@ -114,7 +114,7 @@ class Checkpoints:
         temporary = self.directory / f".tmp-{final.name}"
         trainer = self._trainer(progress)
         self.parts = self.contents.parts()
-        registered = self.contents.registered.states()
+        registered = [*self.contents.registered.states(), self.state.state_dict()]
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if accelerator.is_main_process:
