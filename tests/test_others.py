@@ -7,6 +7,8 @@ from conftest import assert_same_bytes, forget_accelerator, rows, saved
 from loops import changed
 from torch import nn
 
+from trainkit.run.ema import EMA
+
 SCRIPT = '''
 import os, signal
 from dataclasses import dataclass
@@ -144,6 +146,27 @@ def test_what_was_evaluated_is_what_is_written(fork_main, tmp_path):
     assert loss == pytest.approx(rows(tmp_path / "run", "epochs")[-1]["eval_loss"], rel=1e-6)
     outcome = fork_main(SCRIPT, f"{flags}2 --ema 0.9", given={"CASE": "averaging", "KILL": -1})
     assert outcome.codes == [2] and "error: --ema 0.9: Averaging keeps" in outcome.output
+
+
+class Shown(torch.optim.SGD):
+    """Its eval() and train() only round to each other."""
+
+    def eval(self):
+        self.param_groups[0]["params"][0].data.mul_(1.1)
+
+    def train(self):
+        self.param_groups[0]["params"][0].data.div_(1.1)
+
+
+def test_showing_an_average_leaves_no_trace_in_the_weights(accelerator):
+    layer = nn.Linear(50, 50)
+    model, optimizer = accelerator.prepare(layer, Shown(layer.parameters(), 0.1))
+    before = layer.weight.detach().clone()
+    ema = EMA([model], None, [optimizer])
+    for _ in range(2):
+        with ema.trained_weights():
+            assert torch.equal(layer.weight, before)
+        assert not torch.equal(layer.weight, before)
 
 
 class Projector:

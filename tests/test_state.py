@@ -222,6 +222,30 @@ def test_what_starts_an_epoch_may_change_the_state(tmp_path):
     )
 
 
+def test_what_is_set_for_a_new_run_does_not_replace_what_a_checkpoint_has(tmp_path):
+    """Also after the end of an epoch, where nothing else is loaded a second time."""
+    counting = (
+        (r"^( +)for _ in run.epochs", r"\1run.state['n'] = 0\n\g<0>"),
+        (r"^( +)if run.end_step\(\)", r"\1run.state['n'] += 1\n\g<0>"),
+    )
+    flags = f"--save-every 100 --keep-best eval_loss --run-dir {tmp_path}/run"
+    with pytest.raises(KeyboardInterrupt):
+        changed(*counting, (r"^( +)run.end_epoch.*", r"\g<0>\n\1raise KeyboardInterrupt"))(flags)
+    counted = changed(
+        *counting, (r"^( +)run.finish\(\)", r"\1run.finish()\n\1return run.state['n']")
+    )
+    assert counted(f"{flags} --resume auto") == 12
+
+
+def test_of_a_row_that_is_put_twice_the_last_one_counts(tmp_path):
+    put = "run.put(table, torch.zeros(len(loss), dtype=torch.int64), torch.arange(len(loss)) + 1)"
+    table = torch.zeros(2)
+    changed((r"^( +)run.add\(loss=loss\)", rf"\g<0>\n\1{put}"), table=table)(
+        f"--stop-after-steps 2 --run-dir {tmp_path}/run"
+    )
+    assert table.tolist() == [8, 0]
+
+
 @posix_only
 def test_a_change_after_the_steps_comes_once_though_the_evaluation_is_stopped(tmp_path):
     """The checkpoint of a signal in it has the state of before, as the resume comes there again."""
