@@ -80,6 +80,7 @@ def main(argv=None):
         optimizer = {
             "sparse": lambda: torch.optim.SGD(net.parameters(), 0.1),
             "adagrad": lambda: torch.optim.Adagrad(net.parameters(), 0.05),
+            "pruned": lambda: torch.optim.SGD(net.parameters(), 0.1),
             "averaging": lambda: Averaging(net.parameters(), 0.1),
             "rate": lambda: torch.optim.AdamW(net.parameters(), torch.tensor(0.01), foreach=False),
         }[CASE]()
@@ -106,6 +107,9 @@ def main(argv=None):
             metrics = run.evaluate(eval_loader, losses)
             if CASE == "averaging":
                 optimizer.train()
+            if CASE == "pruned":
+                with torch.no_grad():
+                    [weight.mul_(weight.abs() > 0.15) for weight in model.parameters()]
             run.end_epoch(metrics)
         return run.finish()
 
@@ -115,7 +119,8 @@ if __name__ == "__main__":
 '''
 
 
-IN_TWO = {"sparse": None, "adagrad": sharded.SHARDED, "averaging": sharded.SHARDED, "rate": None}
+IN_TWO = {"sparse": None, "rate": None}
+IN_TWO |= dict.fromkeys(("adagrad", "averaging", "pruned"), sharded.SHARDED)
 
 
 @pytest.mark.parametrize("case, kind", [*IN_TWO.items()])
