@@ -18,11 +18,11 @@ import torch
 from conftest import linux_only, posix_only, refused
 from saving import Run, reforge, step, write_hostile
 
-from trainkit.checkpoints import parts
+from trainkit.checkpoints import commit, parts
 from trainkit.checkpoints.contents import Contents, Frozen
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
-from trainkit.errors import UsageError
+from trainkit.errors import RunFailure, UsageError
 from trainkit.launch import run_folder
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.orders import Progress
@@ -31,7 +31,7 @@ from trainkit.store import records, weights
 from trainkit.store.atomic import write_json
 from trainkit.store.jsons import to_json
 from trainkit.store.log import JsonlTracker
-from trainkit.store.manifest import verify
+from trainkit.store.manifest import read_part, verify
 from trainkit.store.records import read_rows
 
 
@@ -308,6 +308,24 @@ def test_a_run_that_ends_before_its_last_save_has_failed_says_so(saved, monkeypa
         run.checkpoints.commits.close()
     assert "step-0000000004 failed, the older checkpoints are untouched" in capfd.readouterr().out
     assert not step(saved, 4).exists()
+
+
+def test_a_second_ctrl_c_while_a_save_is_waited_for_lets_the_thread_go(saved, monkeypatch):
+    """It would wait for the files of another process, and the interpreter for it."""
+    commits = Run(saved).checkpoints.commits
+    commits.jobs = [commits.thread.submit(read_part, saved, 1, commits.leaving)]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commit, "wait_together", interrupt)
+    try:
+        (job,) = commits.jobs
+        with pytest.raises(KeyboardInterrupt):
+            commits.wait()
+        assert isinstance(job.exception(10), RunFailure)
+    finally:
+        commits.leaving.set()
 
 
 def strictly(text: str) -> Any:
