@@ -1,6 +1,5 @@
 """A model spread over the processes (FSDP2) trains, saves and resumes like one that is not."""
 
-import json
 import pickle
 import re
 import shutil
@@ -13,7 +12,7 @@ import pytest
 import torch
 from conftest import refused, rows, saved
 from faults import digests
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from saving import reforge
 from sharded import SHARDED, env, train
 
@@ -215,23 +214,16 @@ def test_optimizers_in_another_order_than_their_models_are_refused():
         shards.owners([*models, *optimizers[::-1]])
 
 
-@pytest.mark.parametrize(
-    "damage, kind, world", [("missing", None, 1), ("short", SHARDED, 2), ("pickle", SHARDED, 2)]
-)
+@pytest.mark.parametrize("damage, kind, world", [("missing", None, 1), ("pickle", SHARDED, 2)])
 def test_a_share_that_does_not_fit_ends_in_one_sentence(
     nursery, runs, tmp_path, damage, kind, world
 ):
     """In a sharded run and in one that is not, even if the manifest knows the file."""
     where = copy_until(runs[SHARDED], tmp_path / "run", 8)
     path = where / "checkpoints" / "step-0000000008"
-    first, last = sorted((path / "state").glob("shard-*"))
+    _, last = sorted((path / "state").glob("shard-*"))
     if damage == "missing":
         last.unlink()
-    elif damage == "short":  # the rows that are left reach as far as before
-        rows = load_file(first)
-        places = {name: {"saved_offsets": [0] * row.dim()} for name, row in rows.items()}
-        rows.pop(max(rows, key=lambda name: rows[name].numel()))
-        save_file(rows, first, {"DCP_SHARDING_INFO": json.dumps(places)})
     else:
         last.write_bytes(pickle.dumps(print))
     reforge(path)
@@ -392,5 +384,5 @@ def test_a_registered_teacher_with_batchnorm_is_named_beside_a_sharded_model(for
         NORMED_TEACHER, flags, "--run-dir", tmp_path / "run", world=2, env=env(SHARDED)
     )
     assert "2 processes on cpu, float32, 1 thread each, sharded" in outcome.output
-    words = "the registered Sequential .number 0. differs between processes, .* put BatchNorm in it"
+    words = r"the registered Sequential \(number 0\)\['1.running_mean'\] is .* put BatchNorm in it"
     assert re.search(words, outcome.error(1))

@@ -13,16 +13,13 @@ from torch import Tensor, nn
 from trainkit.checkpoints.content import hash_fixed, text_of
 from trainkit.checkpoints.parts import Parts, check_loadable, load_tree
 from trainkit.checkpoints.sharded import Tensors, frozen, state_of
-from trainkit.checkpoints.state import State, where_apart
+from trainkit.checkpoints.state import State, entries_in, where_apart
 from trainkit.errors import RunFailure, UsageError
 from trainkit.hashes import digest
 from trainkit.repairs.private_names import (
-    keystr,
     prepared_optimizers,
     prepared_schedulers,
     tree_leaves,
-    tree_leaves_with_path,
-    tree_map_only,
     version_of,
 )
 from trainkit.repairs.replaced import take_registered
@@ -38,42 +35,32 @@ class Marks:
     that are spread over it are others. Of a sharded tensor these are the rows of this process.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+    def __init__(self, tensors: Mapping[str, Tensor]):
         self.tensors = dict(tensors)
-        self.versions = [version_of(tensor) for tensor in self.tensors.values()]
-        self.sizes: list[int] = []
-        self.first = self._bytes()
+        self.first = self._now()
 
     def changed(self) -> set[str]:
         """The names of the tensors that have changed."""
-        versions = [version_of(tensor) for tensor in self.tensors.values()]
-        pairs = zip(self.tensors, self.versions, versions, strict=True)
-        found = {name for name, old, new in pairs if old != new}
-        if torch.equal(self.first, now := self._bytes()):
-            return found
-        parts = zip(self.tensors, self.first.split(self.sizes), now.split(self.sizes), strict=True)
-        return found | {name for name, old, new in parts if not torch.equal(old, new)}
+        pairs = zip(self.tensors, self.first, self._now(), strict=True)
+        return {name for name, old, now in pairs if old != now}
 
-    def hash(self) -> str:
-        """A hash of the bytes that are compared, as they were."""
-        return digest(self.first.numpy())
-
-    def _bytes(self) -> torch.Tensor:
+    def _now(self) -> list[tuple[int, bytes]]:
         samples = [_sample_of(tensor) for tensor in self.tensors.values()]
-        self.sizes = [len(sample) for sample in samples]
         if not samples:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.cat([sample.to(samples[0].device) for sample in samples]).cpu()
+            return []
+        rows = torch.stack([sample.to(samples[0].device) for sample in samples]).cpu().numpy()
+        pairs = zip(self.tensors.values(), rows, strict=True)
+        return [(version_of(tensor), row.tobytes()) for tensor, row in pairs]
 
 
-def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes spread over a tensor, of a sharded one over the rows of this process."""
+def _sample_of(tensor: Tensor) -> Tensor:
+    """NUM_BYTES bytes spread over a tensor, of a sharded one over the rows of this process."""
     rows = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
-    if rows.dim() == 4 and rows.is_contiguous(memory_format=torch.channels_last):
-        rows = rows.permute(0, 2, 3, 1)  # without a copy
     memory = rows.contiguous().flatten().view(torch.uint8)
-    # An odd distance: it meets the low bytes of some numbers, which every change moves.
-    return memory[:: max(1, len(memory) // NUM_BYTES) | 1]
+    if not len(memory):
+        return memory.new_zeros(NUM_BYTES)
+    places = torch.linspace(0, len(memory) - 1, NUM_BYTES, dtype=torch.float64)
+    return memory[places.long().to(memory.device)]
 
 
 class Frozen:
@@ -87,11 +74,7 @@ class Frozen:
     def __init__(self, models: Sequence[nn.Module]):
         self.models = models
         self.moved: list[set[str]] = [set() for _ in models]
-        self.watch()
-
-    def watch(self) -> None:
-        """From here on a change counts. Call it when they are as every start makes them."""
-        self.marks = [Marks(frozen(model)) for model in self.models]
+        self.marks = [Marks(frozen(model)) for model in models]
 
     def state_of(self, model: nn.Module) -> Tensors:
         """The state of a model without those frozen weights that are as at the start, by name."""
@@ -99,49 +82,12 @@ class Frozen:
         return state_of(model, self.moved[number])
 
 
-class Registered:
-    """What accelerator.register_for_checkpointing(...) was given, in its order, and run.state.
-
-    Accelerate would unpickle whatever a file holds: here their states are in registered.bin, equal
-    on all processes. Raises UsageError if one could not be loaded.
-    """
-
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.things = take_registered(accelerator)
-        self.kinds = [type(thing).__name__ for thing in self.things]
-        self.state = State()
-        for kind, state in zip(self.kinds, self.states(), strict=True):
-            what = f"the state_dict() of the {kind}, registered with "
-            what += "accelerator.register_for_checkpointing(...),"
-            check_loadable(state, what)
-            if any(hasattr(leaf, "full_tensor") for leaf in tree_leaves(state)):
-                raise UsageError(
-                    f"{what} holds sharded tensors: give it to accelerator.prepare(...), or let it "
-                    "hold whole ones, as of weight.full_tensor()"
-                )
-
-    def states(self) -> list[Any]:
-        """The state of each thing. Every process must call this: it may be a sum of theirs."""
-        return [thing.state_dict() for thing in self.things]
-
-    def load(self, folder: Path) -> None:
-        """Give each its state of a checkpoint."""
-        states = load_tree(folder / "registered.bin", self.accelerator.device)
-        for thing, state in zip((*self.things, self.state), states, strict=True):
-            thing.load_state_dict(state)
-
-    def check_late(self) -> None:
-        """Raise RuntimeError if something was registered after run.begin(...)."""
-        if late := take_registered(self.accelerator):
-            raise RuntimeError(
-                f"accelerator.register_for_checkpointing(...) got a {type(late[0]).__name__} after "
-                "run.begin(...), which loads the checkpoint: register it before"
-            )
-
-
 class Contents:
     """The contents of the checkpoints of one run.
+
+    What accelerator.register_for_checkpointing(...) was given is here and no longer known to
+    Accelerate, which would unpickle whatever a file holds. Raises UsageError if the state of such a
+    thing could not be loaded.
 
     Args:
         averages: for each model, the averages of its weights that --ema keeps, by name.
@@ -160,13 +106,24 @@ class Contents:
         self.accelerator = accelerator
         self.frozen = frozen
         self.averages = averages
-        self.registered = Registered(accelerator)
+        self.state = State()
+        self.things = take_registered(accelerator)
+        self.kinds = [type(thing).__name__ for thing in self.things]
         self.fixed = [
             (name, module, Marks(tensors_of(module)), hashes[f"fixed[{name}]"])
             for name, module in fixed.items()
             if isinstance(module, nn.Module)
         ]
         self.is_loadable = False  # not known before the first step has made the state of optimizers
+        for kind, state in zip(self.kinds, self._states(), strict=True):
+            what = f"the state_dict() of the {kind}, registered with "
+            what += "accelerator.register_for_checkpointing(...),"
+            check_loadable(state, what)
+            if any(hasattr(leaf, "full_tensor") for leaf in tree_leaves(state)):
+                raise UsageError(
+                    f"{what} holds sharded tensors: give it to accelerator.prepare(...), or let it "
+                    "hold whole ones, as of weight.full_tensor()"
+                )
 
     def parts(self) -> Parts:
         """The parts of a checkpoint by file name: see parts.py.
@@ -182,20 +139,39 @@ class Contents:
         }
         return {numbered(name, n): part for name, of in kinds.items() for n, part in enumerate(of)}
 
+    def registered(self) -> list[Any]:
+        """What registered.bin holds: the states of what was registered, and run.state."""
+        return [*self._states(), self.state.state_dict()]
+
+    def load_registered(self, folder: Path) -> None:
+        """Give each thing its state of registered.bin."""
+        states = load_tree(folder / "registered.bin", self.accelerator.device)
+        for thing, state in zip((*self.things, self.state), states, strict=True):
+            thing.load_state_dict(state)
+
+    def _states(self) -> list[Any]:
+        """The state of each thing. Every process must call this: it may be a sum of theirs."""
+        return [thing.state_dict() for thing in self.things]
+
     def check(self) -> None:
         """Find the frozen weights that have moved. Every process must call this, after a step.
 
         Raises RunFailure on all of them if what is fixed has changed, or if what one checkpoint
-        holds for all processes differs between them, and UsageError if a resume could not load it.
+        holds for all processes differs between them, UsageError if a resume could not load it, and
+        RuntimeError if something was registered after run.begin(...).
         """
+        if late := take_registered(self.accelerator):
+            raise RuntimeError(
+                f"accelerator.register_for_checkpointing(...) got a {type(late[0]).__name__} after "
+                "run.begin(...), which loads the checkpoint: register it before"
+            )
         self._check_loadable()
-        self.registered.state.check()
+        self.state.check()
         moved = [marks.changed() for marks in self.frozen.marks]
-        is_one = self.accelerator.num_processes == 1
-        hashes = ("", {}) if is_one else (self.registered.state.hash(), self._hashes(moved))
-        own = (moved, self._changed_fixed(), *hashes)
-        everybody = [own] if is_one else gather_object([own])
-        for theirs, changed, state, others in everybody:
+        entries = self._entries(moved) if self.accelerator.num_processes > 1 else {}
+        own = (moved, self._changed_fixed(), digest(text_of(sorted(entries.items()))))
+        everybody = gather_object([own])
+        for theirs, changed, _ in everybody:
             if changed:
                 raise RunFailure(
                     f"fixed[{changed!r}] of run.begin(...) has changed, and no checkpoint holds "
@@ -203,17 +179,10 @@ class Contents:
                     "accelerator.register_for_checkpointing(...) with it before run.begin(...); if "
                     "its own forward pass does, as with BatchNorm, call .eval() on it"
                 )
-            if differing := dict(everybody[0][3].items() ^ others.items()):
-                raise RunFailure(
-                    f"{min(differing)} differs between processes, and a checkpoint holds one of "
-                    "them: change it by the same numbers on all processes, and put BatchNorm in "
-                    "it, whose running means are those of a share of the batch, into evaluation "
-                    "mode after model.train()"
-                )
-            if state != everybody[0][2]:
-                raise RunFailure(where_apart(gather_object([self.registered.state.entries()])))
             for known, names in zip(self.frozen.moved, theirs, strict=True):
                 known |= names
+        if len({hashed for *_, hashed in everybody}) > 1:
+            raise RunFailure(where_apart(gather_object([entries])))
 
     def _check_loadable(self) -> None:
         """Refuse, when it is first called, optimizers and schedules that no resume could load."""
@@ -231,23 +200,16 @@ class Contents:
                 return name
         return ""
 
-    def _hashes(self, moved: Sequence[set[str]]) -> dict[str, str]:
-        """Of what a checkpoint holds once for all processes, by what messages call it."""
-        states = zip(self.registered.kinds, self.registered.states(), strict=True)
-        held = {f"the registered {kind} (number {n})": x for n, (kind, x) in enumerate(states)}
+    def _entries(self, moved: Sequence[set[str]]) -> dict[str, str]:
+        """What a checkpoint has once for all processes, by what messages call it."""
+        held = {"run.state": self.state.values}
+        for n, (kind, state) in enumerate(zip(self.kinds, self._states(), strict=True)):
+            held[f"the registered {kind} (number {n})"] = state
         for n, (marks, names) in enumerate(zip(self.frozen.marks, moved, strict=True)):
             for name in names:
                 if not hasattr(marks.tensors[name], "to_local"):  # rows, which may differ
-                    held[f"the frozen weight {name} of model {n}"] = [marks.tensors[name]]
-        return {name: hash_of(state) for name, state in held.items()}
-
-
-def hash_of(state: Any) -> str:
-    """A hash of a state; of its tensors those bytes that Marks compares."""
-    leaves = {keystr(at): leaf for at, leaf in tree_leaves_with_path(state)}
-    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    rest = text_of(tree_map_only(Tensor, lambda _: None, state))
-    return digest(rest + Marks(tensors).hash())
+                    held[f"the frozen weight {name} of model {n}"] = marks.tensors[name]
+        return {at: x for name, value in held.items() for at, x in entries_in(value, name).items()}
 
 
 def tensors_of(module: nn.Module) -> Tensors:

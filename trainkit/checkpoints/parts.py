@@ -1,18 +1,18 @@
 """The files in which a checkpoint holds the state of a run, and how they are written and read.
 
 A part is the name of a file with what is in it: the tensors of a model or the averages of --ema by
-name, an optimizer, or a schedule. See Contents.parts.
-
-accelerator.save_state writes the parts of a run that is not sharded. Of a sharded run each process
-writes the rows that it has by itself, with the planner and writer of torch.distributed.checkpoint,
-whose save(...) would wait for the slowest disk in a collective. What is not a tensor (learning
-rates, counts) is in rest.bin. The state of an optimizer has the numbers that it has in the files of
-save_state, so that any run reads either kind.
+name, an optimizer, or a schedule. accelerator.save_state writes those of a run that is not sharded.
+Of a sharded run each process writes its own rows, with the planner and writer of
+torch.distributed.checkpoint, whose save(...) would wait for the slowest disk in a collective; what
+is not a tensor is in rest.bin. Any run reads either kind.
 """
 
+import copyreg
 import io
+import pickle
 import re
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.serialization import default_restore_location, safe_globals
@@ -47,6 +46,13 @@ REMADE = np.empty(0).__reduce__()[0], np.float64().__reduce__()[0]
 SAFE = [bytes, np.ndarray, np.dtype, *REMADE, *DTYPES]
 
 
+class Plainly:
+    """How save_tree pickles: a deque as the call that makes it, as weights_only can read it."""
+
+    class Pickler(pickle.Pickler):
+        dispatch_table = copyreg.dispatch_table | {deque: lambda x: (deque, ([*x], x.maxlen))}
+
+
 def check_loadable(state: Any, what: str) -> None:
     """Raise UsageError if a checkpoint with this state could not be loaded again."""
     file = io.BytesIO()
@@ -68,8 +74,13 @@ def check_loadable(state: Any, what: str) -> None:
         ) from None
 
 
+def save_tree(state: Any, path: Path) -> None:
+    """Write numbers, texts, tensors, arrays, and containers of them, as load_tree reads them."""
+    torch.save(state, path, pickle_module=Plainly)
+
+
 def load_tree(path: Path, device: torch.device | str = "cpu") -> Any:
-    """What torch.save wrote into this file, with nothing that could execute code.
+    """What torch.save or save_tree wrote into this file, with nothing that could execute code.
 
     Tensors that were not on the CPU are put on this device.
     """
@@ -77,7 +88,7 @@ def load_tree(path: Path, device: torch.device | str = "cpu") -> Any:
     def put(storage: Any, saved_on: str) -> Any:
         return default_restore_location(storage, "cpu" if saved_on == "cpu" else str(device))
 
-    with safe_globals(SAFE):
+    with safe_globals([*SAFE, deque]):
         return torch.load(path, map_location=put, weights_only=True, mmap=True)
 
 
@@ -109,48 +120,36 @@ def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> Non
             "has prepared other models, optimizers or schedules"
         )
     for name, part in parts.items():
-        if not isinstance(part, dict):
-            continue
-        if not name.startswith("model"):
-            _load_tensors(part, load_file(Path(folder, name)))
-        else:
-            with safe_open(Path(folder, name), "pt") as file:
-                keys = file.keys()
-                saved = {plain_name(key): file.get_slice(key).get_shape() for key in keys}
-            for key in part | saved:
-                _check_shape(key, part, saved.get(key))
+        if isinstance(part, dict):
+            _load_tensors(part, load_file(Path(folder, name)), only_check=name.startswith("model"))
 
 
 def write_shards(accelerator: Accelerator, parts: Parts, folder: Path) -> None:
     """Write what this process has of a sharded state into a folder. It does not communicate."""
     tensors: Tensors = {}
     rest = {}
-
-    def take(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors[name] = value.detach()
-            return torch.empty(0)
-        return value
-
     for filename, part in parts.items():
         name = filename.partition(".")[0]
         if isinstance(part, dict):
-            tensors |= {f"{name}.{key}": value.detach() for key, value in part.items()}
-        else:
-            state = part.state_dict()
-            rest[name] = tree_map_with_path(lambda at, x, n=name: take(n + keystr(at), x), state)
-    own: Tensors = {}
-    for name, value in tensors.items():
-        is_own = accelerator.is_main_process
-        if hasattr(value, "full_tensor"):  # the first of several copies of the model writes it
-            mesh, is_empty = value.device_mesh, value.to_local().numel() == 0 < value.numel()
-            is_own = (mesh.ndim == 1 or mesh.get_local_rank(0) == 0) and not is_empty
-        if is_own:
-            own[name] = value
+            tensors |= {f"{name}.{key}": value for key, value in part.items()}
+            continue
+        state = part.state_dict()
+        leaves = tree_leaves_with_path(state)
+        tensors |= {name + keystr(at): x for at, x in leaves if isinstance(x, Tensor)}
+        rest[name] = tree_map_only(Tensor, lambda _: torch.empty(0), state)
+    own = {n: x.detach() for n, x in tensors.items() if _is_own(accelerator, x)}
     if accelerator.is_main_process:
         torch.save(rest, folder / REST)
     if own:
         _write_shard(separate(own), accelerator.process_index, folder)
+
+
+def _is_own(accelerator: Accelerator, tensor: Any) -> bool:
+    """Does this process write this tensor? Of several copies of a model the first one does."""
+    if not hasattr(tensor, "full_tensor"):
+        return accelerator.is_main_process
+    mesh, is_empty = tensor.device_mesh, tensor.to_local().numel() == 0 < tensor.numel()
+    return (mesh.ndim == 1 or mesh.get_local_rank(0) == 0) and not is_empty
 
 
 def _write_shard(tensors: Tensors, rank: int, folder: Path) -> None:
@@ -195,11 +194,7 @@ def read_shards(parts: Parts, folder: Path) -> None:
                 if place is None or place.shape != size:  # a count of steps
                     place = torch.empty(size)
                 tensors[key] = torch.empty_like(place.detach(), dtype=saved[key].properties.dtype)
-    for name, value in saved.items():
-        if sum(chunk.sizes.numel() for chunk in value.chunks) != value.size.numel():
-            raise UsageError(f"{folder}: rows of {name} are missing")
-    for name in tensors.keys() | saved.keys():
-        _check_shape(name, tensors, saved[name].size if name in saved else None)
+    _check_shapes(tensors, {name: value.size for name, value in saved.items()})
     with warnings.catch_warnings(action="ignore"):  # that each process reads by itself
         load(tensors, storage_reader=reader, no_dist=True)
     for name, part in stateful.items():
@@ -229,15 +224,16 @@ def _weight_of(part: Any, at: tuple) -> Tensor | None:
     return weights_of(part)[at[1].key] if is_state else None
 
 
-def _load_tensors(tensors: Tensors, saved: Tensors) -> None:
-    """Copy saved tensors into those of this run, one by one."""
+def _load_tensors(tensors: Tensors, saved: Tensors, only_check: bool = False) -> None:
+    """Copy saved tensors into those of this run, which must have their names and shapes."""
     saved = {plain_name(name): value for name, value in saved.items()}
-    for name in tensors | saved:
-        _check_shape(name, tensors, saved[name].shape if name in saved else None)
+    _check_shapes(tensors, {name: value.shape for name, value in saved.items()})
+    for name in () if only_check else tensors:
         tensors[name].copy_(rows_of(tensors[name], saved[name]))
 
 
-def _check_shape(name: str, tensors: Tensors, shape: Any) -> None:
-    """Raise UsageError unless the run has a tensor of this name and shape."""
-    if name not in tensors or shape is None or tensors[name].shape != torch.Size(shape):
-        raise UsageError(f"the weight {name} of the checkpoint does not match this run")
+def _check_shapes(tensors: Tensors, saved: dict[str, torch.Size]) -> None:
+    ours = {name: value.shape for name, value in tensors.items()}
+    for name in sorted(ours | saved):
+        if ours.get(name) != saved.get(name):
+            raise UsageError(f"the weight {name} of the checkpoint does not match this run")

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch.serialization import safe_globals
 from torch.utils.serialization import config as serialization
@@ -78,7 +77,7 @@ class Checkpoints:
         self.tracker = tracker
         self.means = means
         self.contents = contents
-        registered = {"accelerator.register_for_checkpointing(...)": contents.registered.kinds}
+        registered = {"accelerator.register_for_checkpointing(...)": contents.kinds}
         self.fingerprint = json.loads(to_json(fingerprint | registered, default=str))
         self.world = world_facts(accelerator, max(1, config.accumulate))
         self.sources = hash_sources()  # as this process has read them, whatever is edited later
@@ -114,7 +113,7 @@ class Checkpoints:
         temporary = self.directory / f".tmp-{final.name}"
         trainer = self._trainer(progress)
         self.parts = self.contents.parts()
-        registered = [*self.contents.registered.states(), self.state.state_dict()]
+        registered = self.contents.registered()
         what = f"saving {final} failed, the older checkpoints are untouched"
         with failing_together(accelerator, what, RunFailure):
             if accelerator.is_main_process:
@@ -131,7 +130,7 @@ class Checkpoints:
                 else:
                     accelerator.save_state(temporary / "state")
                 if accelerator.is_main_process:
-                    torch.save(registered, temporary / "state" / "registered.bin")
+                    parts.save_tree(registered, temporary / "state" / "registered.bin")
             finally:
                 wait_for_all(accelerator, self.time_limit)  # a slow disk is no lost process
         self.commits.start(temporary, final, trainer, what, started_at)
@@ -152,7 +151,7 @@ class Checkpoints:
     @property
     def state(self) -> State:
         """What the script carries: run.state."""
-        return self.contents.registered.state
+        return self.contents.state
 
     def restore(self) -> None:
         """Undo what the script did at the start of an epoch in whose middle this run was resumed.
@@ -231,7 +230,7 @@ class Checkpoints:
             parts.read_whole(self.parts, folder)
         else:
             self._load_state(folder)
-        self.contents.registered.load(folder)
+        self.contents.load_registered(folder)
 
     def _load_state(self, folder: Path) -> None:
         accelerator = self.accelerator

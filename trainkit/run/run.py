@@ -182,7 +182,7 @@ class Run:
 
         It holds numbers, texts, None, tensors, arrays, lists, tuples, deques and dicts, equal on
         all processes. It may change before run.epochs(), inside `if run.starts_epoch:`, in a step
-        before run.end_step(), and before run.end_epoch(...).
+        before run.end_step(), and between the evaluation and run.end_epoch(...).
         """
         need(self, "run.state", "ready", "epoch", *IN_BATCH, "trained", "over")
         return self.checkpoints.state.values
@@ -237,7 +237,6 @@ class Run:
         self.prepared.check_unchanged()
         state = self.checkpoints.state
         state.check_unchanged("the start of an epoch", "or inside `if run.starts_epoch:`")
-        self.checkpoints.contents.registered.check_late()
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
         self.step.loop.start_steps()
@@ -250,8 +249,7 @@ class Run:
             self.log.stop()
             if self._is_due():  # now, so that an error in the evaluation does not lose the epoch
                 self.checkpoints.save(progress)
-            else:  # a signal in the evaluation saves this: a resume repeats what comes after it
-                state.keep()
+            state.note()  # a signal in the evaluation saves this too
         self.log.start_evaluation()
         self._seed("in evaluation", progress.epoch, progress.step_in_epoch)
         self.stage = "trained"
@@ -431,11 +429,11 @@ class Run:
             return is_dry or (is_due and self.signals.requested())
 
         collected = collect(self.accelerator, loader, function, stopping, self.step)
+        if is_due:
+            self.checkpoints.state.check_unchanged("the last step", "or after the evaluation")
         if is_dry:
             self._end_dry_run("a batch of the evaluation")
         if self.signals.stopping:
-            if self.checkpoints.saved_step != self.progress.step:
-                self.checkpoints.state.go_back()
             self.stage = "must save"
             self.save()
         return collected
