@@ -1,5 +1,6 @@
 """One process may work alone for as long as it lives; one that does not answer is lost."""
 
+import re
 import threading
 import time
 from datetime import timedelta
@@ -10,7 +11,7 @@ import torch
 from conftest import linux_only
 
 from trainkit.errors import LoneFailure, LostProcess
-from trainkit.launch import processes
+from trainkit.launch import contact, processes
 from trainkit.launch.processes import failing_together
 
 SINGLE = SimpleNamespace(num_processes=1, is_main_process=True, is_local_main_process=True)
@@ -24,10 +25,11 @@ def process(rank: int) -> SimpleNamespace:
 def store(monkeypatch):
     """What two processes share, here two threads, whose calls have one number."""
     shared = torch.distributed.HashStore()
-    monkeypatch.setattr(processes, "store_of_processes", lambda: shared)
+    for module in (processes, contact):
+        monkeypatch.setattr(module, "store_of_processes", lambda: shared)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(processes, "NUMBERS", iter([0, 0]))
-    monkeypatch.setattr(processes, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(contact, "BEAT_SECONDS", 0.05)
     return shared
 
 
@@ -92,3 +94,53 @@ def test_data_pictures_and_a_checkpoint_may_take_the_first_process_longer_than_t
     done = fork_main(SLOW, flags, world=2)
     assert done.codes == [0, 0], done.output
     assert "2 processes on cpu" in done.stdout
+
+
+# A part that one process leaves out from its third step on; one that is slow in its fourth.
+APART = """
+import os
+import time
+
+import torch
+import train_regression
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, num_features):
+        super().__init__()
+        self.a, self.part, self.calls = nn.Linear(num_features, 1), nn.Linear(1, 1), 0
+
+    def forward(self, x):
+        self.calls += 1
+        is_other = os.environ["RANK"] == "1"
+        if is_other and WHAT == "slow" and self.calls == 4:
+            time.sleep(8)  # in this line
+        x = self.a(x)
+        return x if is_other and WHAT == "drop" and self.calls > 2 else self.part(x)
+
+
+def main(argv):
+    train_regression.make_model = lambda metadata: Net(len(metadata["features"]))
+    train_regression.main(argv)
+"""
+
+
+@linux_only
+@pytest.mark.parametrize(
+    "what, sentence",
+    [
+        ("drop", r"part.weight, part.bias of a model got no gradient in this step on process 1"),
+        (
+            "slow",
+            r"process 0 waited for --timeout 2 s in main, line \d+ of train_regression.py, while "
+            r"process 1 (is alive|was last seen), in forward, line \d+ of given.py: .*raise --time",
+        ),
+    ],
+)
+def test_an_error_is_the_cause_and_not_a_lost_contact(tmp_path, fork_main, what, sentence):
+    flags = f"--num-samples 64 --epochs 4 --timeout 2 --run-dir {tmp_path}/run"
+    done = fork_main(APART, flags, world=2, given={"WHAT": what})
+    assert done.codes == [1, 1], done.output
+    assert re.search(f"error: {sentence}", done.stderr), done.output
+    assert "error: process 0 lost contact" not in done.output

@@ -61,10 +61,6 @@ ADVICE = {
     "nested_\\w+_backward|SymIntArrayRef expected to contain only concrete": "torch has no "
     "gradient for this operation on a nested tensor: call torch.nested.to_padded_tensor(x, 0.0) "
     "before it",
-    "Expected to have finished reduction in the prior iteration": "weights of the model got no "
-    "gradient, for which several processes wait: use them in the loss, or call "
-    "requires_grad_(False) on them before the optimizer is made; where only some steps use them, "
-    "add 0 * sum(p.sum() for p in part.parameters()) to the loss",
 }
 
 

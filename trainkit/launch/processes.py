@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,11 +18,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from trainkit.errors import LostProcess, RunFailure, UsageError, explain
-from trainkit.repairs.private_names import store_of_processes
+from trainkit.launch import contact
+from trainkit.repairs.private_names import frame_of_thread, store_of_processes
 from trainkit.text import first_sentence
 
 SAME = 1e-6  # relative difference of a metric that processes have computed from the same values
-BEAT_SECONDS = 1.0
 # Every process makes the same calls in the same order, so they agree on the numbers.
 NUMBERS = itertools.count()
 
@@ -176,14 +176,16 @@ def start_beating(accelerator: Accelerator) -> Callable[[], None]:
     if accelerator.num_processes == 1:
         return over.set
     store = store_of_processes()
-    key = f"trainkit/beats/{accelerator.process_index}"
+    rank, thread = accelerator.process_index, threading.get_ident()
 
     def beat() -> None:
-        try:
-            while not over.wait(BEAT_SECONDS):
-                store.add(key, 1)
-        except RuntimeError:
-            return  # the store ends with the first process, and then there is nobody to show it
+        with suppress(RuntimeError):  # the store ends with the first process
+            for number in itertools.count():
+                frames = [*traceback.walk_stack(frame_of_thread(thread))]
+                place = contact.place_in(reversed(frames))
+                store.set(f"trainkit/life/{rank}", f"{number} {place}")
+                if over.wait(contact.BEAT_SECONDS):
+                    return
 
     threading.Thread(target=beat, daemon=True).start()
     return over.set
@@ -200,7 +202,7 @@ def wait_for_all(accelerator: Accelerator, timeout: timedelta) -> None:
     here = f"trainkit/arrived/{next(NUMBERS)}"
     store.add(f"{here}/{accelerator.process_index}", 1)
     store.add(here, 1)
-    seen: dict[int, tuple[int, float]] = {}
+    seen: dict[int, tuple[str, float]] = {}
     wait = 0.001
     while store.add(here, 0) < accelerator.num_processes:
         time.sleep(wait)
@@ -210,17 +212,18 @@ def wait_for_all(accelerator: Accelerator, timeout: timedelta) -> None:
 
 
 def _check_beats(
-    store: Any, here: str, num_processes: int, seen: dict[int, tuple[int, float]], limit: timedelta
+    store: Any, here: str, num_processes: int, seen: dict[int, tuple[str, float]], limit: timedelta
 ) -> None:
     now = time.monotonic()
     for rank in range(num_processes):
         if store.add(f"{here}/{rank}", 0):
             continue
-        beats = store.add(f"trainkit/beats/{rank}", 0)
+        beats = contact.life_of(store, rank)
         if rank not in seen or seen[rank][0] != beats:
             seen[rank] = beats, now
         elif now - seen[rank][1] > limit.total_seconds():
             raise LostProcess(
-                f"process {rank} has not answered for {limit.total_seconds():.0f} s: read its "
+                contact.first_failure()
+                or f"process {rank} has not answered for {limit.total_seconds():.0f} s: read its "
                 "output, then start the same command with --resume auto"
             )

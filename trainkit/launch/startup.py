@@ -26,6 +26,7 @@ from trainkit.errors import (
     EXIT_USAGE,
     SIGNALS,
     LoneFailure,
+    LostProcess,
     RunFailure,
     Stopped,
     UsageError,
@@ -33,6 +34,7 @@ from trainkit.errors import (
     explain,
     is_main_rank,
 )
+from trainkit.launch import contact
 from trainkit.launch.cores import share_cores
 from trainkit.launch.environment import by_accelerate, shards_wanted
 from trainkit.repairs.replaced import run_exit_functions, skip_the_compiler
@@ -61,7 +63,9 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
         main()
         code = 0
     except (UsageError, RunFailure, Stopped) as error:
-        _end(f"error: {error}", error.exit_code, is_main_rank() or isinstance(error, LoneFailure))
+        is_lost = isinstance(error, LostProcess | Stopped)
+        text = contact.cause_of(error, str(error), is_lost)
+        _end(f"error: {text}", error.exit_code, is_main_rank() or isinstance(error, LoneFailure))
     except SystemExit as end:
         if isinstance(end.code, str):
             raise
@@ -70,15 +74,15 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
         _end("error: interrupted at once, without saving", EXIT_INTERRUPTED, is_main_rank())
     except Exception as error:
         traceback.print_exc()
-        if advice := advise(error):
-            _end(f"error: {advice}", EXIT_FAILURE, is_main_rank())
-        reason = explain(error)
-        _end(
-            f"error: process {os.environ.get('RANK', '0')} {reason}; the checkpoints are intact: "
-            "remove the cause, then start the same command with --resume auto",
-            EXIT_FAILURE,
-            reason is not None,
-        )
+        text, reason = advise(error) or "", explain(error)
+        is_on_all = bool(text)
+        if reason and not is_on_all:
+            text = (
+                f"process {contact.own_rank()} {reason}; the checkpoints are intact: remove the "
+                "cause, then start the same command with --resume auto"
+            )
+        text = contact.cause_of(error, text, str(reason).startswith("lost contact"))
+        _end(f"error: {text}", EXIT_FAILURE, bool(text) and (is_main_rank() or not is_on_all))
     with contextlib.suppress(OSError, ValueError):  # a stream of another kind, or closed
         sys.stdout.flush()
     if prints_results and not isinstance(LOST.get("stdout", BrokenPipeError()), BrokenPipeError):

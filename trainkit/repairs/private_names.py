@@ -5,7 +5,9 @@ tests/test_private.py fails if another module reads a private name of another pa
 
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import accelerate
@@ -103,6 +105,11 @@ def named_weights(model: nn.Module, **options: Any) -> Iterator[tuple[str, nn.Pa
 def store_of_processes() -> Any:
     """Where the processes of the default group leave values for each other; each call is short."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def frame_of_thread(thread: int) -> FrameType | None:
+    """What the thread of this number executes now."""
+    return sys._current_frames().get(thread)
 
 
 def plain_name(name: str) -> str:

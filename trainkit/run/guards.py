@@ -14,12 +14,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
+from torch import nn
 
-from trainkit.errors import RunFailure
+from trainkit.errors import LoneFailure, RunFailure
+from trainkit.launch.contact import own_rank
 from trainkit.numbers.means import HostCopy
 from trainkit.numbers.optim import BY_STEP, total_norm, weights_of
-from trainkit.repairs.private_names import prepared_optimizers, prepared_schedulers
+from trainkit.repairs.private_names import (
+    named_weights,
+    prepared_optimizers,
+    prepared_schedulers,
+)
 from trainkit.repairs.replaced import unwatch, watch
+from trainkit.text import shorten
 
 # The stages of a run, and the call that comes next in each.
 NEXT = {
@@ -169,6 +176,20 @@ class LoopGuard:
     def _positions(self) -> dict[Any, int]:
         schedules = (prepared.scheduler for prepared in prepared_schedulers(self.accelerator))
         return {each: each.last_epoch for each in schedules if each in BY_STEP}
+
+
+def check_gradients(models: Sequence[nn.Module], *optimizers: torch.optim.Optimizer) -> None:
+    """Raise LoneFailure if a weight got no gradient here, for which the other processes wait."""
+    missing = {w for w in weights_of(*optimizers) if w.requires_grad and w.grad is None}
+    if missing:
+        named = (pair for model in models for pair in named_weights(model))
+        names = shorten([name for name, weight in named if weight in missing])
+        raise LoneFailure(
+            f"{names} of a model got no gradient in this step on process {own_rank()}, for which "
+            "several processes wait: where only some steps use it, add "
+            "0 * sum(p.sum() for p in part.parameters()) to the loss; else call "
+            "requires_grad_(False) on it before the optimizer is made"
+        )
 
 
 def check_rows(call: str, values: Any, num_samples: int) -> None:

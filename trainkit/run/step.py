@@ -31,7 +31,7 @@ from trainkit.numbers.randoms import Dropout, key, release_dropout, seed_dropout
 from trainkit.repairs.private_names import prepared_optimizers
 from trainkit.repairs.replaced import end_with_this_batch, take_loss_scale
 from trainkit.run.compiling import Compiling
-from trainkit.run.guards import EqualSizes, FiniteGuard, LoopGuard, check_rows
+from trainkit.run.guards import EqualSizes, FiniteGuard, LoopGuard, check_gradients, check_rows
 
 CALL = "run.step_mean(...)"
 
@@ -59,6 +59,7 @@ class Step:
         self.accelerator, self.config, self.signals = accelerator, config, signals
         self.length = length
         self.sharded = models if accelerator.is_fsdp2 else ()
+        self.parallel = models if accelerator.num_processes > 1 and not self.sharded else ()
         layers = (layer for model in models for layer in model.modules())
         self.dropouts = [layer for layer in layers if isinstance(layer, Dropout)]
         self.optimizers = prepared_optimizers(accelerator)
@@ -205,6 +206,8 @@ class Step:
                 "batch of run.steps(...): give step_mean the loss of each sample "
                 '(reduction="none"), and step the optimizer only there'
             )
+        if self.parallel:
+            check_gradients(self.parallel, *optimizers)
         # If another process died, waiting for the device would never end; these waits time out.
         if self.accelerator.scaler is None:
             self.signals.wait()  # the guard reads the norm of the previous step

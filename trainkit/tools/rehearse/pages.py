@@ -35,7 +35,7 @@ SAID = {
     "gather|compares the samples": ("", SAMPLES_COMPARED),
     "count=|over=": ("", SEVERAL),
     "mask=|reduction=|padded": ("", MASKED),
-    "did not receive grad|finished reduction|no gradient": ("; see the note below", NO_GRADIENT),
+    "no gradient in this step|finished reduction": ("", NO_GRADIENT),
     "BatchNorm": ("", BATCH_NORM),
     "differ between the processes after step": (
         "; call the model that accelerator.prepare(...) returned, not the one that it was given",
