@@ -3,14 +3,12 @@
 import sys
 import sysconfig
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from trainkit import count, shorten, write_durably
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 
 from trainkit.errors import LoneFailure, UsageError
@@ -18,8 +16,6 @@ from trainkit.rows import (
     EVALUATED,
     ParquetRows,
     describe_given,
-    may_say_split,
-    read_split_columns,
     shown,
 )
 
@@ -101,20 +97,6 @@ class Tokens(ParquetRows):
         return [tokens]
 
 
-def find_split_columns(rows: ParquetRows) -> list[str]:
-    """Return the columns that tell which rows are evaluated, by the ends of their row groups."""
-    ends: dict[str, list] = {}
-    for _, kept in rows.footers.values():
-        footer = pq.read_metadata(kept)
-        paths = [footer.schema.column(column).path for column in range(footer.num_columns)]
-        columns = [column for column, path in enumerate(paths) if may_say_split(path)]
-        for column, group in product(columns, range(footer.num_row_groups)):
-            known = footer.row_group(group).column(column).statistics
-            if known and known.has_min_max:
-                ends.setdefault(paths[column], []).extend((known.min, known.max))
-    return read_split_columns(ends)
-
-
 def read_tokens(
     data: str, eval_data: str | None, column: str, vocabulary: int
 ) -> tuple[Tokens, Tokens, dict[str, str]]:
@@ -131,11 +113,6 @@ def read_tokens(
     given = f"--eval-data {shown(eval_data)}" if eval_data else shorten([*evaluated])
     plan = {"data": shown(data)}
     plan |= describe_given(f"{given}: {count(len(eval_set), 'row')}", unread)
-    if columns := find_split_columns(train_set):
-        plan["split"] = (
-            f"column {shorten(columns)} is not read: put the rows of each split into files of "
-            "their own, called train and test"
-        )
     if twice := [name for name, version in evaluated.items() if version in trained_on.values()]:
         plan["twice"] = f"the rows of {shorten(twice)} are also trained on"
     return train_set, eval_set, plan

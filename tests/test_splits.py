@@ -6,15 +6,13 @@ import unicodedata
 
 import datasets
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import posix_only, refused
 from PIL import Image
 
 import train_mnist
-from examples import gan, table, windows
+from examples import gan, table
 from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.language import formats
@@ -329,16 +327,6 @@ SOUGHT = f"{GONE}, and it cannot be read from the Hub: ConnectionError: asked"
 def test_a_path_with_a_mistake_in_it_is_not_looked_for_on_the_hub(name, said):
     with refused(f"^--data {name}{said}$"), read_here_or_from_hub(name, f"--data {name}"):
         raise ConnectionError("asked")
-
-
-def test_rows_that_cannot_be_chosen_one_by_one_say_which_column_told_it(tmp_path):
-    values = ["train"] * 40 + ["test"] * 8
-    columns = {"tokens": [[n % 9] * 4 for n in range(48)], "split": values, "more": values}
-    pq.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=44)
-    path = str(tmp_path / "rows.parquet")
-    train_set, eval_set, plan = windows.read_tokens(path, path, "tokens", 9)
-    assert len(train_set) == len(eval_set) == 48
-    assert plan["split"].startswith("column split is not read: put the rows")
 
 
 def test_pictures_are_evaluated_on_a_file_of_rows_or_on_the_test_part_of_a_clone(tmp_path):

@@ -150,8 +150,8 @@ CALLED = {"Text": [*"abcdefgh"], "extra": [*"xy"] * 4, "LABEL": [*"uvwxyzuv"]}
 REVIEWS = {"id": range(20), "Review": GOOD["a"], "topic": GOOD["b"]}
 NAMED = "--text a --label b"
 CASES = [
-    (GOOD, "", "no column is called text, sentence, .* or body: choose one by --text: a, b"),
-    (GOOD, "--text a", "no column is called label, .* or target: choose one by --label: a, b"),
+    (GOOD, "", "no column is called text, sentence, .* body: choose one by --text: a, b"),
+    (GOOD, "--text a", "no column is called label, .* target: choose one by --label: a, b"),
     (GOOD, "--text a --label c", "there is no column 'c', only a, b"),
     (GOOD, NAMED, "16 4 x,y"),
     (REVIEWS, "", "16 4 x,y: text 'Review', label 'topic'"),
@@ -159,8 +159,8 @@ CASES = [
     (GOOD | {"b": [1, 2.0] * 10}, NAMED, "16 4 1,2"),
     (GOOD | {"b": ["x"] * 20}, NAMED, "'b' has 1 different label in 20 rows"),
     (GOOD | {"b": [*range(20)]}, NAMED, "has 20 different labels in 20 rows .* not classes"),
-    (GOOD | {"a": ["", " ", *GOOD["a"][2:]]}, NAMED, "15 3 x,y: 2 rows dropped: no text"),
-    (GOOD | {"b": ["", *GOOD["b"][1:]]}, NAMED, "16 3 x,y: 1 row dropped: no label"),
+    (GOOD | {"a": ["", " ", *GOOD["a"][2:]]}, NAMED, "15 3 x,y: 2 rows dropped: no text or"),
+    (GOOD | {"b": ["", *GOOD["b"][1:]]}, NAMED, "16 3 x,y: 1 row dropped: no text or"),
     (GOOD | {"b": [True, False] * 10}, NAMED, "16 4 False,True"),
     (GOOD | {"a": [A] * 20}, NAMED, "texts are left .* as equal texts are not parted"),
     (GOOD | {"a": [f"\ud800 {each}" for each in GOOD["a"]]}, NAMED, "16 4 x,y"),
@@ -201,10 +201,10 @@ def test_a_file_to_evaluate_on_has_the_same_classes_and_its_own_encoding(tmp_pat
     path = tmp_path / "d.txt"
     path.write_bytes("na\u00efve".encode("cp1252"))
     with refused(r"not in UTF-8, .* --encoding cp1252"):
-        texts.read_texts(path, None, None)
+        texts.read_texts(path, None)
     for encoding in ("cp1252", "utf-8", "utf-8-sig", "utf-16"):
         path.write_bytes("na\u00efve".encode(encoding))
-        assert texts.read_texts(path, None, "cp1252") == ["na\u00efve"]
+        assert texts.read_texts(path, None, encoding="cp1252") == ["na\u00efve"]
     frame.replace("y", "\u00fc").to_csv("a.csv", index=False, encoding="cp1252")
     frame.replace("y", "\u00fc").to_csv("b.csv", index=False, encoding="utf-16")
     sets = read(f"--data a.csv --eval-data b.csv --encoding cp1252 {NAMED}")

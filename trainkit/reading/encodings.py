@@ -1,18 +1,13 @@
 """The text of a file: in what its byte order mark says, in the given encoding, or in UTF-8."""
 
 import codecs
-import zipfile
 
 from trainkit.errors import UsageError
-from trainkit.reading.paths import is_read
 
-# UTF-32 comes first, because its mark begins with that of UTF-16.
 MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32-le",
-    codecs.BOM_UTF32_BE: "utf-32-be",
-    codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF16_LE: "utf-16-le",
-    codecs.BOM_UTF16_BE: "utf-16-be",
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
 }
 
 
@@ -25,25 +20,14 @@ def read_text(path: str, given: str | None = None) -> str:
     """
     import fsspec  # here: a run on synthetic data starts without it
 
-    if path.lower().endswith(".zip"):
-        with zipfile.ZipFile(path) as archive:  # of macOS, it has hidden files too
-            names = [n for n in archive.namelist() if is_read(n) and not n.endswith("/")]
-            if len(names) != 1:
-                raise UsageError(
-                    f"{path} is an archive of {len(names)} files: unpack it, and name the folder"
-                )
-            content = archive.read(names[0])
-    else:
-        with fsspec.open(path, "rb", compression="infer") as file:
-            content = file.read()
-    for mark, name in MARKS.items():
-        if content.startswith(mark):
-            return content[len(mark) :].decode(name)
-    # UTF-16 has zeros where UTF-8 has none, and some encodings have nothing but ASCII.
-    tried = [given] if content.isascii() or b"\0" in content else ["utf-8", given]
+    with fsspec.open(path, "rb", compression="infer") as file:
+        content = file.read()
+    marked = [name for mark, name in MARKS.items() if content.startswith(mark)]
+    # ASCII is asked as it is given, because UTF-16 without a mark may look like it.
+    tried = marked or ([given] if given and content.isascii() else ["utf-8", given or "utf-8"])
     for encoding in tried:
         try:
-            return content.decode(encoding or "utf-8")
+            return content.decode(encoding)
         except UnicodeDecodeError:
             continue
     raise UsageError(

@@ -6,7 +6,7 @@ out, the same for any --seed. Equal rows are on one side.
 """
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -102,15 +102,10 @@ def describe_given(evaluated: str, unread: Sequence[str]) -> dict[str, str]:
     return {"evaluated on": f"{line}; not read: {', '.join(unread)}" if unread else line}
 
 
-def may_say_split(name: Any) -> bool:
-    """Return whether a column is called so that read_split_columns should see it."""
-    return str(name).strip().lower() == "split"
-
-
-def read_split_columns(columns: Mapping[str, Iterable[Any]]) -> list[str]:
-    """Return which of the columns that may_say_split names say that some rows are evaluated."""
-    words = {name: {*map(str, cells)} for name, cells in columns.items()}
-    return [n for n in words if {find_split(w.strip(), True) for w in words[n]} & {*EVALUATED}]
+def says_split(column: Any, cells: Iterable[Any]) -> bool:
+    """Return whether a column is called split and says that some of its rows are evaluated."""
+    words = {*map(str, cells)} if str(column).strip().lower() == "split" else ()
+    return any(find_split(word.strip(), True) in EVALUATED for word in words)
 
 
 def load_parts(name: str) -> dict[str, tuple[str, Any]]:

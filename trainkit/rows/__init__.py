@@ -13,8 +13,6 @@ NAMES = {
     "shown": "rows.parquet",
     "EVALUATED": "reading.splits",
     "describe_given": "reading.splits",
-    "may_say_split": "reading.splits",
-    "read_split_columns": "reading.splits",
 }
 
 __getattr__ = hand_out(__name__, NAMES, "trainkit")

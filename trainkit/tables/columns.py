@@ -21,21 +21,18 @@ INDEX = re.compile(r"Unnamed: \d[\d.]*|__index_level_\d+__|row[._ ]?names?", re.
 # Periods in days, and the day since 1970 at which each starts: midnight, a Monday, January 1.
 CYCLES = {"hour": (1.0, 0.0), "weekday": (7.0, 4.0), "day of the year": (365.2425, 0.0)}
 MAX_CATEGORIES = 100  # a column with more different texts is a name or a comment, not a category
-MAX_WHOLE = 2**53  # float64 cannot tell all whole numbers above apart
 MAX_NUMBER = 1e38  # float32 ends at 3.4e38
 # Texts that mean a missing value in a column of numbers or dates. In a column of texts only ""
 # does, because None may be a category.
 MISSING = ["", "#N/A", "N/A", "n/a", "NA", "NULL", "NaN", "None", "nan", "null"]
 MOST_OTHERS = 0.1  # of the cells of a column of numbers or dates, which then count as missing
 # A number with a unit, at most: $1,721 or -$3, 56 %, 1'234.5 CHF, 12 km.
-SIGNS = r"$\u00a2-\u00a5\u20a0-\u20cf"
 AMOUNT = re.compile(
-    rf"([-+\u2212]?)\s*([A-Z]{{0,3}}[{SIGNS}])?\s*([-+\u2212]?)"
-    r"(\d+|\d{1,3}(?:[,'\u2019\s]\d{3})+|(?=\.\d))(\.\d+)?"
-    rf"\s*([^\W\d_]{{1,8}}|[%\u2030{SIGNS}])?"
+    r"(-?)\s?([$\u00a2-\u00a5\u20a0-\u20cf]?)(-?)"
+    r"(\d+|\d{1,3}(?:[,'\s]\d{3})+|(?=\.\d))(\.\d+)?"
+    r"\s?([^\W\d_]{1,8}|[%$\u00a2-\u00a5\u20a0-\u20cf])?"
 )
 SWAPPED = str.maketrans(".,", ",.")
-TOTAL = re.compile(r"((grand|sub)[ -]?)?totals?:?|sum|summe|gesamt", re.IGNORECASE)
 # Numbers that surveys and programs write for a missing value: 99, -999 and their like.
 CODES = [int(sign + digit * width) for sign in "+-" for digit in "789" for width in range(2, 7)]
 
@@ -70,7 +67,6 @@ class Column:
         if self.categories is not None:
             known = np.array(self.categories, dtype=object)
             return (values[:, None] == known).astype(np.float64)
-        values = values.astype(np.float64)
         parts = [values]
         for period, start in (CYCLES[name] for name in self.cycles):
             phase = 2 * np.pi * ((values - start) / period % 1)
@@ -94,20 +90,19 @@ class Column:
 
 def read_amount(text: str, decimal: str) -> tuple[str, float] | None:
     """Return the unit and the number of a cell, or None if it is no number with this mark."""
-    text = text.translate(SWAPPED) if decimal == "," else text
-    found = AMOUNT.fullmatch(text.strip())
+    found = AMOUNT.fullmatch(text.translate(SWAPPED) if decimal == "," else text)
     if not found:
         return None
     sign, before, inner, whole, rest, after = found.groups("")
     number = float(f"0{re.sub('[^0-9]', '', whole)}{rest}")
-    return before + after, -number if sign + inner in ("-", "\u2212") else number
+    return before + after, -number if sign or inner else number
 
 
 def _read_one(cell: Any, unit: str, decimal: str) -> float:
     """A number of Excel or Parquet needs no unit, but Excel keeps 40 % as 0.4."""
     if isinstance(cell, int | float) and unit != "%":
         return float(cell)
-    found = read_amount(cell, decimal) if isinstance(cell, str) else None
+    found = read_amount(str(cell), decimal)
     return found[1] if found and found[0] == unit else float("nan")
 
 
@@ -124,75 +119,44 @@ def read_cells(values: pd.Series, column: Column) -> np.ndarray:
         return values.astype(object).map(as_text, na_action="ignore").to_numpy(dtype=object)
     if column.days:
         return _read_days(values)
-    if values.dtype.kind in "iuf":
-        numbers = values.to_numpy(dtype=np.float64)
-    elif amount := read_amount(column.example, column.decimal):
-        cells = values.dropna().unique()
-        known = {cell: _read_one(cell, amount[0], column.decimal) for cell in cells}
+    if amount := values.dtype.kind == "O" and read_amount(column.example, column.decimal):
+        known = {x: _read_one(x, amount[0], column.decimal) for x in values.dropna().unique()}
         numbers = values.map(known).to_numpy(dtype=np.float64)
     else:
-        cells = values.to_numpy(dtype=object)
-        numbers = pd.to_numeric(cells, errors="coerce").astype(np.float64)
+        numbers = pd.to_numeric(values.to_numpy(), errors="coerce").astype(np.float64)
     return np.where(np.abs(numbers) <= MAX_NUMBER, numbers, np.nan)
 
 
-def find_kind(values: pd.Series, categorical: Sequence[str], marks: Sequence[str]) -> Column:
+def find_kind(values: pd.Series, categorical: Sequence[str], marks: str) -> Column:
     """Return a column of numbers, of dates, or of texts (without the texts).
 
     It holds numbers or dates if at most one cell in ten reads as neither; such cells count as
-    missing. marks: the decimal marks it may have, the likely one first. Whole numbers that float64
-    cannot tell apart are texts: they are ids.
+    missing. marks: the decimal marks it may have, the likely one first.
     """
     name = str(values.name)
-    if values.dtype.kind in "fM" and name not in categorical:
-        return Column(name, days=values.dtype.kind == "M")
-    if values.dtype == object:  # of pandas alone, thousands of columns would take seconds
-        words = {*MISSING}
-        kept = np.array([cell not in words for cell in values], bool) & values.notna().to_numpy()
-        cells = pd.Series(values.to_numpy()[kept], dtype=object, name=name)
-    else:
-        cells = values[values.notna() & ~values.isin(MISSING)]
-    texts = Column(name, categories=[])
-    booleans = {"True", "False"}  # the first cell is asked first, because most say no
-    if name in categorical or not len(cells):
-        return texts
-    if str(cells.iloc[0]) in booleans and {*map(str, cells.unique()[:3])} <= booleans:
-        return texts
+    cells = values[values.notna() & ~values.isin(MISSING)]
+    if name in categorical or pd.api.types.infer_dtype(cells) in ("boolean", "empty"):
+        return Column(name, categories=[])
+    if values.dtype.kind == "M":
+        return Column(name, days=True)
     column = Column(name)
     has_marks = marks[0] == "," and cells.astype(str).str.contains(r"[.,]").any()
-    numbers = read_cells(cells, column)
-    if has_marks or np.isnan(numbers).any():
-        column = _find_reading(cells, marks)
-        numbers = read_cells(cells, column)
-    if np.isnan(numbers).mean() > MOST_OTHERS:
-        is_date = np.isnan(_read_days(cells)).mean() <= MOST_OTHERS
-        return Column(name, days=True) if is_date else texts
-    is_large = np.nanmax(np.abs(numbers)) > MAX_WHOLE
-    is_lost = is_large and len(np.unique(numbers)) < cells.astype(str).nunique()
-    return texts if is_lost else column
-
-
-def _find_reading(cells: pd.Series, marks: Sequence[str]) -> Column:
-    """Return the reading, plain or with a unit and one of the marks, that most cells have."""
-    name = str(cells.name)
-    readings = []
-    texts = [cell for cell in cells.unique() if isinstance(cell, str)]
-    for decimal in marks:
-        if decimal == ".":
-            readings.append(Column(name))
-        units = {text: found[0] for text in texts if (found := read_amount(text, decimal))}
-        if units:
-            unit = Counter(units.values()).most_common(1)[0][0]
-            example = max((text for text in units if units[text] == unit), key=len)
-            readings.append(Column(name, example=example, decimal=decimal))
-    # The first of those that read equally many cells.
-    return max(
-        readings or [Column(name)], key=lambda column: np.isfinite(read_cells(cells, column)).sum()
-    )
+    if has_marks or np.isnan(read_cells(cells, column)).any():
+        readings = []
+        for decimal in marks:
+            # The longest cell, which shows most.
+            amounts = [x for x in cells.unique() if isinstance(x, str) and read_amount(x, decimal)]
+            amount = Column(name, example=max(amounts, key=len, default=""), decimal=decimal)
+            readings += [column, amount] if decimal == "." else [amount]
+        # The first of those that read most cells.
+        column = max(readings, key=lambda reading: np.isfinite(read_cells(cells, reading)).sum())
+    readings = [column, Column(name, days=True)]
+    good = (x for x in readings if np.isnan(read_cells(cells, x)).mean() <= MOST_OTHERS)
+    return next(good, Column(name, categories=[]))
 
 
 def learn_column(
-    values: pd.Series, train: np.ndarray, categorical: Sequence[str], marks: Sequence[str]
+    values: pd.Series, train: np.ndarray, categorical: Sequence[str], marks: str
 ) -> Column:
     """Learn from its training rows how a feature is encoded, or why it is left out.
 
@@ -212,16 +176,13 @@ def learn_column(
             words = present[pd.isna(pd.to_numeric(present, errors="coerce"))]
             example = [*words, *present][0]
             column.problem = f"left out: {number} different texts, such as {example[:40]!r}"
-        return column
-    if not len(present) or not np.ptp(present):
+    elif not len(present) or not np.ptp(present):
         column.problem = "left out: always the same"
-        return column
-    if column.days:
-        column.cycles = find_cycles(present)
-    if lacking.any():
-        column.fill = float(present.mean())
-        words = values[lacking].dropna().map(str)
-        column.words = sorted({*words} - {*MISSING})
+    else:
+        column.cycles = find_cycles(present) if column.days else []
+        if lacking.any():
+            column.fill = float(present.mean())
+            column.words = sorted({*map(str, values[lacking].dropna())} - {*MISSING})
     return column
 
 
@@ -234,9 +195,8 @@ def find_cycles(days: np.ndarray) -> list[str]:
 
 def empty_cells(table: pd.DataFrame, missing: Sequence[str]) -> pd.DataFrame:
     """Return the table with NaN in cells that are one of these texts."""
-    texts = {as_text(text) for text in missing}
-    found = table.astype(object).map(lambda cell: pd.notna(cell) and as_text(cell) in texts)
-    return table.mask(found.astype(bool))
+    texts = table.astype(object).map(as_text, na_action="ignore") if missing else table
+    return table.mask(texts.isin([*map(as_text, missing)]))
 
 
 def ask_missing(numbers: np.ndarray) -> dict[int, int]:
@@ -251,28 +211,6 @@ def ask_missing(numbers: np.ndarray) -> dict[int, int]:
     low, high = min({*counts} - codes), max({*counts} - codes)
     far = [code for code in codes if max(low - code, code - high) > high - low]
     return {int(code): counts[code] for code in sorted(far) if counts[code] > 1}
-
-
-def ask_sums(table: pd.DataFrame, targets: Sequence[Column]) -> dict[int, str]:
-    """Return the rows that may be sums of others, from 0, and why.
-
-    One of the first cells says so, or a target is the sum of all others, or lies twice as far from
-    them as they are apart.
-    """
-    found: dict[int, str] = {}
-    for name in table.columns[:3] if targets else []:
-        cells = table[name].astype(object)
-        words = [cell for cell in cells.unique() if isinstance(cell, str) and TOTAL.fullmatch(cell)]
-        found |= {int(n): repr(cells[n]) for n in cells.isin(words).to_numpy().nonzero()[0]}
-    for column in targets:
-        numbers = read_cells(table[column.name], column)
-        order = numbers.argsort()
-        for far, edge in ((order[-1], order[-2]), (order[0], order[1])) if len(order) > 9 else []:
-            others = np.delete(numbers, far)
-            is_sum = np.isclose(others.sum(), numbers[far], 1e-6) and np.count_nonzero(others) > 2
-            if is_sum or abs(numbers[far] - numbers[edge]) > 2 * np.ptp(others) > 0:
-                found.setdefault(int(far), f"{column.name} {numbers[far]:.10g}")
-    return found
 
 
 def encode(

@@ -19,7 +19,6 @@ from trainkit.text import count, shorten
 # Texts that a spreadsheet would run: they begin with = + - or @ and are not numbers (with a decimal
 # comma or point), or begin with a tab or line break.
 FORMULA = r"\A(?!\s*[+-]?(\d[\d.,]*|[.,]\d+)([eE][+-]?\d+)?\s*\Z)(\s*[=+@-]|[\t\n])"
-
 # A number is named if it is further beyond those of the training rows, in parts of their range.
 MARGIN = 0.1
 
@@ -33,45 +32,37 @@ class TableRows(Predictor):
     options = ("encoding", "sheet", "header_row")
     answer_rows: Callable[[torch.Tensor], dict[str, Any]]
 
-    def __init__(self, *run: Any):
-        super().__init__(*run)
-        self.written: dict[Path, Path] = {}  # the table of each file of predictions
-
     def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
         return ((inputs - self.numbers("feature_mean")) / self.numbers("feature_std")).float()
 
     def example_inputs(self) -> torch.Tensor:
         mean = self.numbers("feature_mean")
-        std = self.numbers("feature_std")
-        return torch.randn(64, len(mean)) * std + mean
+        return torch.randn(64, len(mean)) * self.numbers("feature_std") + mean
 
     def predict_file(self, path: Path, **options: Any) -> str:
         """Write TABLE_predictions.csv: the rows of a table and the columns of answer_rows.
 
         Returns its path, what to know about these rows, and the first of them. Raises UsageError,
-        also if no row can be predicted. Without encoding=NAME it is that of the training table.
+        also if no row can be predicted. options: as in training if they are not given.
         """
         where, metadata = str(path), self.metadata
         if not path.exists():
             raise UsageError(f"{where} cannot be read: there is no such file")
-        options = metadata.get("read_options", {}) | options
-        written = frames.read_table(where, where, **options)
+        rows = frames.read_table(where, where, **(metadata.get("read_options", {}) | options))
         columns = [Column(**column) for column in metadata["columns"]]
-        table = frames.choose_columns(written, [column.name for column in columns], where)
-        table = empty_cells(table, options.get("missing_values", ()))
+        table = frames.choose_columns(rows, [column.name for column in columns], where)
+        table = empty_cells(table, metadata.get("missing_values", ()))
         inputs, problems = encode(table, columns)
         why = {row: f"column {name!r}: {cell}" for row, name, cell in reversed(problems)}
         if len(why) == len(table):
             raise UsageError(f"{where}: no row can be predicted: {name_rows(why) or 'it has none'}")
         predictions = pd.DataFrame(self.answer_rows(torch.from_numpy(inputs)))
         predictions.loc[[*why]] = np.nan
-        if taken := [name for name in predictions if name in written]:
+        if taken := [name for name in predictions if name in rows]:
             raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
         stem = Path(path.stem).stem if path.suffix.lower() in frames.COMPRESSED else path.stem
         output = path.with_name(f"{stem}_predictions.csv")
-        if (other := self.written.setdefault(output.absolute(), path)) != path:
-            raise UsageError(f"{where}: {output} holds what is predicted for {other}: rename one")
-        rows = written.join(predictions)
+        rows = rows.join(predictions)
         write_rows(rows, output)
         notes = [f"{output}{describe_unknown(table, columns)}"]
         if outside := find_outside(inputs, metadata):
@@ -79,8 +70,7 @@ class TableRows(Predictor):
         if why:
             notes.append(f"no prediction for {name_rows(why)}")
         sizes = {"max_cols": 6, "max_colwidth": 20, "line_width": 79}
-        shown = rows.head().to_string(index=False, na_rep="", **sizes)
-        return "\n".join([*notes, shown])
+        return "\n".join([*notes, rows.head().to_string(index=False, na_rep="", **sizes)])
 
 
 class TablePredictor(TableRows):
@@ -115,8 +105,8 @@ def describe_unknown(table: pd.DataFrame, columns: Sequence[Column]) -> str:
     notes = ""
     for column in columns:
         if column.categories is not None:
-            texts = pd.Series(read_cells(table[column.name], column)).dropna()
-            if new := [*map(repr, texts[~texts.isin(column.categories)].unique())]:
+            texts = {*read_cells(table[column.name].dropna(), column)}
+            if new := sorted(map(repr, texts - {*column.categories})):
                 notes += f"  (column {column.name!r}: {shorten(new)} not in the training rows)"
     return notes
 
@@ -125,21 +115,18 @@ def find_outside(inputs: np.ndarray, metadata: dict[str, Any]) -> dict[int, str]
     """Return the rows with a number beyond those of the training rows, and a text for each."""
     low, high = np.array(metadata["feature_range"]).T
     beyond = np.maximum(low - inputs, inputs - high) > MARGIN * (high - low)
-    found: dict[int, str] = {}
-    for row, n in np.argwhere(beyond).tolist():
-        name = metadata["features"][n]
-        text = f"{name} {inputs[row, n]:.6g}, not {low[n]:.6g} to {high[n]:.6g}"
-        found.setdefault(row, text)
-    return found
+    return {
+        row: f"{metadata['features'][n]} {inputs[row, n]:.6g}, not {low[n]:.6g} to {high[n]:.6g}"
+        for row, n in reversed(np.argwhere(beyond).tolist())
+    }
 
 
 def write_answers(path: Path, rows: list[dict[str, Any]]) -> str:
     """Write the predictions for pictures as CSV, a row for each, and return a line that says so."""
     columns = ["file", "prediction", "probability", "doubt", "error"]
-    table = pd.DataFrame(rows, columns=columns)
     with as_usage_error(f"--csv {path} cannot be written"):
-        write_rows(table, path)
-    return f"{count(len(table), 'answer')} in {path}"
+        write_rows(pd.DataFrame(rows, columns=columns), path)
+    return f"{count(len(rows), 'answer')} in {path}"
 
 
 def write_rows(table: pd.DataFrame, path: Path) -> None:

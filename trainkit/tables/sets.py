@@ -1,12 +1,6 @@
-"""Read a table, split its rows, and make sets of them to train and to evaluate on.
+"""Read a table, split its rows, and make sets of them to train and to evaluate on."""
 
-`where` names the table; the sentence of a UsageError begins with it.
-"""
-
-import csv
-import io
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -14,29 +8,19 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from tyro.constructors import PrimitiveConstructorSpec
 
-from trainkit.config import (
-    UNSET,
-    Count,
-    Fraction,
-    MayChange,
-    NonNegative,
-    ReadOnlyIf,
-    Rule,
-    Seed,
-    TrainingConfig,
-)
+from trainkit.config import UNSET, Fraction, NonNegative, ReadOnlyIf, Rule, Seed
 from trainkit.errors import UsageError
 from trainkit.numbers.loaders import InMemory
 from trainkit.reading import splits
+from trainkit.reading.flags import FileConfig, Names, comma_separated
 from trainkit.reading.frames import (
     MAX_SHOWN,
+    as_text,
     choose_columns,
     choose_evaluated_table,
     find_nested,
     read_parts,
-    typed,
 )
 from trainkit.reading.recall import describe_classes
 from trainkit.tables import network
@@ -45,42 +29,19 @@ from trainkit.tables.columns import (
     MISSING,
     Column,
     ask_missing,
-    ask_sums,
     empty_cells,
     encode,
     find_kind,
     learn_column,
     read_cells,
 )
-from trainkit.text import count, nfc, shorten
+from trainkit.text import count, shorten
 
-
-def split_names(text: str) -> list[str]:
-    """Split `a,b` into names; one that contains a comma is quoted: `"a, b",c`."""
-    lines = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
-    return [nfc(name.strip()) for line in lines for name in line]
-
-
-def comma_separated(item_type: type) -> PrimitiveConstructorSpec[list]:
-    """Tell tyro how a flag that is one word, a,b, becomes a list of this type."""
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="A,B",
-        instance_from_str=lambda words: [item_type(name) for name in split_names(words[0])],
-        is_instance=lambda value: value is None or isinstance(value, list),
-        str_from_instance=lambda value: [",".join(map(str, value or []))],
-    )
-
-
-Names = Annotated[list[str], comma_separated(str)]
-# Not Names | None, of which tyro would say that no type matches, and not what is wrong.
-OptionalNames = Annotated[list[str] | None, comma_separated(str)]
 Widths = Annotated[
     list[int],
     comma_separated(int),
     Rule(lambda value: min(value, default=0) >= 1, "at least 1 each"),
 ]
-READ_OPTIONS = ("separator", "encoding", "sheet", "header_row")  # of read_parts
 MOVED = "tables are for another script: python examples/table.py --data FILE --target COLUMN"
 TABLE_FLAGS = dict.fromkeys(  # which train_regression.py had
     ("--data", "--eval-data", "--features", "--categorical", "--missing", "--encoding"), MOVED
@@ -88,34 +49,21 @@ TABLE_FLAGS = dict.fromkeys(  # which train_regression.py had
 
 
 @dataclass
-class TableConfig(TrainingConfig):
-    """The flags of a script that reads a table; columns are written as a,b."""
+class TableConfig(FileConfig):
+    """The flags of a script that predicts columns of a table."""
 
-    data: MayChange[str | None] = None
-    """CSV, Excel, JSON or Parquet file, a folder of them, or Hub id"""
-    eval_data: MayChange[str | None] = None
-    """the same, to evaluate on (default: the test split of --data, or else --test-fraction)"""
-    target: OptionalNames = None  # type: ignore[assignment]
+    target: Names = field(default_factory=list)  # type: ignore[assignment]
     """column to predict, a number or a class, or several numbers as a,b; a name with a comma in
     double quotes: 'a,"b, c"'"""
-    features: OptionalNames = None
+    features: Names = field(default_factory=list)
     """columns to predict from, written like --target (default: all that can be used)"""
     categorical: Names = field(default_factory=list)
     """columns that are categories, or classes, although their values read as numbers"""
     missing_values: Names = field(default_factory=list)
     """cells that mean a missing value in every column, with = in between: =-999,unknown"""
-    separator: str | None = None
-    """of the values in text files (default: , ; tab or |)"""
     decimal: Literal[".", ","] | None = None
     """mark before the decimals, where both can be (default: as in English, or a comma in files
     with semicolons)"""
-    encoding: str | None = None
-    """of text files, such as cp1252 or utf-16 (default: UTF-8)"""
-    sheet: OptionalNames = None
-    """sheet of an Excel file, or several with the same columns as a,b (default: the only one, or
-    those called train and test)"""
-    header_row: Count | None = None
-    """line of the file, or row of the sheet, with the names of the columns (default: the first)"""
     test_fraction: Annotated[Fraction, ReadOnlyIf("eval_data", (None,))] = 0.2
     """of the rows, or of each class, to evaluate on, if no split is given; 0: on all"""
     data_seed: Seed = 0
@@ -138,11 +86,6 @@ class TableConfig(TrainingConfig):
         problems = super().find_problems(num_processes)
         return problems if self.data else [*problems, "name the table with --data FILE"]
 
-    @property
-    def where(self) -> str:
-        """How a message names the table."""
-        return f"--data {self.data}"
-
 
 class UsedRows(NamedTuple):
     """The rows of a table that have a target, those to evaluate on last if the user chose them."""
@@ -151,7 +94,7 @@ class UsedRows(NamedTuple):
     targets: list[Column]
     numbers: np.ndarray  # of each row in its file, from 0
     given: torch.Tensor | None  # which rows the user chose to evaluate on; None: a part is held out
-    marks: list[str]
+    how: tuple[list[str], str]  # categorical columns, and decimal marks: see find_kind
     plan: dict[str, str]
 
 
@@ -170,44 +113,39 @@ def make_table_sets(config: TableConfig) -> TableSets:
     What is learned from rows is learned from the training rows alone. Raises UsageError.
     """
     rows = read_used_rows(config)
-    table, targets, classes = rows.table, rows.targets, rows.targets[0].categories
     train, test, fold, learned, plan = split_and_learn(rows, config)
-    columns = [column for column in learned.values() if not column.problem]
+    columns = [column for column in learned if not column.problem]
     if not columns:
-        said = [f"{name} ({column})" for name, column in learned.items()]
-        why = shorten(said, MAX_SHOWN) or rows.plan.get("nested") or "there are no others"
-        raise UsageError(f"{config.where}: no column can be used: {why}")
-    features, _ = encode(table, columns)
+        said = [f"{column.name} ({column})" for column in learned] or ["there are no others"]
+        raise UsageError(f"{config.where}: no column can be used: {shorten(said, MAX_SHOWN)}")
+    classes = rows.targets[0].categories
     metadata: dict[str, Any] = {"input": "table_class" if classes else "table"}
-    metadata["read_options"] = {
-        name: getattr(config, name) for name in (*READ_OPTIONS, "missing_values")
-    }
-    inputs, scale = standardise_columns("feature", features, train)
-    metadata |= scale | describe_columns(learned, targets)
+    metadata["read_options"] = config.read_options
+    metadata["missing_values"] = config.missing_values
+    inputs, scale = standardise_columns("feature", encode(rows.table, columns)[0], train)
+    metadata |= scale | describe_columns(learned, rows.targets)
     if classes:
-        outputs = number_classes(table, targets[0])
+        outputs = number_classes(rows)
         plan |= describe_classes(outputs[train], outputs[test], classes, "row")
         metadata["classes"] = classes
     else:
-        numbers, _ = encode(table, targets)
+        numbers, _ = encode(rows.table, rows.targets)
         outputs, scale = standardise_columns("target", numbers, train)
-        metadata |= scale | {"baseline": numbers[train].mean(0).tolist()}
+        metadata |= scale
     train_set = InMemory(inputs[train], outputs[train], fold)
     metadata["edges"] = network.find_edges(train_set.tensors[0])
-    plan = rows.plan | describe_use(learned, rows) | plan
     eval_set = InMemory(inputs[test], outputs[test], torch.from_numpy(rows.numbers[test]))
+    plan = rows.plan | describe_use(learned, rows) | plan
     return TableSets(train_set, eval_set, metadata, plan)
 
 
 def read_used_rows(config: TableConfig) -> UsedRows:
     """Return the rows of --data, and of --eval-data or a split of it. Raises UsageError."""
-    where, options = config.where, {name: getattr(config, name) for name in READ_OPTIONS}
-    target = config.target or []
-    named = [*target, *(config.features or []), *config.categorical]
-    parts = read_parts(str(config.data), where, **options)
-    whole = parts["train"]
+    where, target = config.where, config.target
+    parts = read_parts(str(config.data), where, **config.read_options)
+    whole, part = parts.tables["train"], parts.names["train"]
     if not target:
-        known = shorten([*map(typed, whole)], MAX_SHOWN)
+        known = shorten([*map(repr, whole)], MAX_SHOWN)
         raise UsageError(f"{where}: choose the column to predict with --target: {known}")
     choose_columns(whole, [*config.categorical, *target], where)
 
@@ -215,90 +153,80 @@ def read_used_rows(config: TableConfig) -> UsedRows:
         cells = table.reindex(columns=target)
         return bool((cells.notna() & ~cells.isin(MISSING)).all(axis=1).any())
 
-    evaluated, lines = choose_evaluated_table(
-        parts, config.eval_data, is_labelled, "row", named, **options
-    )
+    named = [*target, *config.features, *config.categorical]
+    evaluated, name, plan = choose_evaluated_table(config, parts, is_labelled, "row", named)
     nested = [] if config.features else find_nested(whole)
     names = [*(config.features or whole.columns.drop(nested)), *target]
     tables = [choose_columns(whole, names, where)]
     if evaluated is not None:
-        tables.append(choose_columns(evaluated, names, evaluated.attrs["where"]))
-    numbers = np.concatenate([table.index.to_numpy() for table in tables])
-    name, part = Path(str(config.data)).name, whole.attrs["part"]
-    plan = {"data": f"{name} ({part})" if part else name}
-    plan |= {"nested": f"{shorten(nested)}: left out, as lists or objects"} if nested else {}
-    table = pd.concat(tables, ignore_index=True)
-    if config.missing_values:
-        num_present = int(table.notna().to_numpy().sum())
-        table = empty_cells(table, config.missing_values)
-        emptied = count(num_present - int(table.notna().to_numpy().sum()), "cell")
-        plan["missing"] = f"{', '.join(config.missing_values)}: {emptied}"
-    marks = [",", "."] if whole.attrs.get("separator") == ";" else [".", ","]
-    marks = [config.decimal] if config.decimal else marks
-    targets = find_targets(table, config, marks)
-    lacking = find_lacking(table, targets)
+        tables.append(choose_columns(evaluated, names, name))
+    numbers = np.concatenate([np.arange(len(table)) for table in tables])
+    table = empty_cells(pd.concat(tables, ignore_index=True), config.missing_values)
+    default_marks = ",." if whole.attrs.get("separator") == ";" else ".,"
+    how = config.categorical, config.decimal or default_marks
+    targets = find_targets(table, config, how)
+    lacking = np.any([~has_target(table, column) for column in targets], axis=0)
+    told = f"{Path(str(config.data)).name} ({part})" if part else Path(str(config.data)).name
     if lacking.any():
         words = shorten(["no target", *map(repr, table.loc[lacking, target[0]].dropna().unique())])
-        plan["data"] += f", {count(int(lacking.sum()), 'row')} dropped: {words}"
-    has_target = np.flatnonzero(~lacking)
-    given = None if evaluated is None else torch.from_numpy(has_target >= len(tables[0]))
-    used = table.iloc[has_target].reset_index(drop=True)
-    return UsedRows(used, targets, numbers[has_target], given, marks, plan | lines)
+        told += f", {count(int(lacking.sum()), 'row')} dropped: {words}"
+    plan |= {"nested": f"{shorten(nested)}: left out, as lists or objects"} if nested else {}
+    given = None if evaluated is None else torch.from_numpy(~lacking).nonzero()[:, 0] >= len(whole)
+    used = table[~lacking].reset_index(drop=True)
+    return UsedRows(used, targets, numbers[~lacking], given, how, {"data": told} | plan)
 
 
-def find_targets(table: pd.DataFrame, config: TableConfig, marks: Sequence[str]) -> list[Column]:
+def find_targets(
+    table: pd.DataFrame, config: TableConfig, how: tuple[list[str], str]
+) -> list[Column]:
     """Return how the targets are read: as numbers, or the only one as classes.
 
     It is classes if it holds texts or just two different values, or is named in --categorical.
     """
-    columns = [find_kind(table[name], config.categorical, marks) for name in config.target or []]
-    column = columns[0]
-    cells = pd.Series(read_cells(table[column.name], column), table.index).dropna()
-    for other in columns:
-        if len(columns) > 1 and other.categories is not None:
-            raise UsageError(
-                f"{config.where}: column {other.name!r} holds texts, and several targets must be "
-                "numbers: choose one column of classes"
-            )
-        numbers = pd.Series(read_cells(table[other.name], other))
-        if other.categories is None and numbers.nunique() < 2:
-            raise UsageError(f"{config.where}: the target {other.name!r} is the same in all rows")
-    if column.categories is None and (len(columns) > 1 or column.days or cells.nunique() != 2):
-        return columns
-    classes = sorted({*read_cells(table.loc[cells.index, column.name], Column("", []))})
-    if not 2 <= len(classes) <= max(2, len(cells) // 2):
-        raise UsageError(
-            f"{config.where}: column {column.name!r} has {count(len(classes), 'different text')} "
-            f"in {count(len(cells), 'row')}, which are neither classes nor numbers: choose another "
-            "--target"
-        )
-    order = pd.to_numeric(pd.Series(classes, dtype=object), errors="coerce")
-    if order.notna().all():
-        classes = [classes[n] for n in order.argsort()]
-    return [Column(column.name, classes)]
-
-
-def find_lacking(table: pd.DataFrame, targets: Sequence[Column]) -> np.ndarray:
-    """Return which rows lack a target."""
-    lacking = np.zeros(len(table), bool)
-    for column in targets:
+    columns = [find_kind(table[name], *how) for name in config.target]
+    for column in columns:
+        what = f"{config.where}: column {column.name!r}"
         cells = pd.Series(read_cells(table[column.name], column))
-        lacking |= (~cells.isin(column.categories) if column.categories else cells.isna()).values
-    return lacking
+        if column.categories is None:
+            if cells.nunique() < 2:
+                raise UsageError(f"{what}, a target, is the same in all rows")
+            if len(columns) > 1 or column.days or cells.nunique() > 2:
+                continue
+        elif len(columns) > 1:
+            raise UsageError(
+                f"{what} holds texts, and several targets must be numbers: choose one column of "
+                "classes"
+            )
+        texts = table.loc[cells.notna(), column.name].map(as_text)
+        column.categories = sorted(texts.unique())
+        if not 2 <= len(column.categories) <= max(2, len(texts) // 2):
+            raise UsageError(
+                f"{what} has {count(len(column.categories), 'different text')} in "
+                f"{count(len(texts), 'row')}, which are neither classes nor numbers (see "
+                "--decimal): choose another --target"
+            )
+        order = pd.to_numeric(pd.Series(column.categories, dtype=object), errors="coerce")
+        if order.notna().all():
+            column.categories = [column.categories[n] for n in order.argsort()]
+    return columns
+
+
+def has_target(table: pd.DataFrame, column: Column) -> np.ndarray:
+    """Return which rows have this target."""
+    cells = pd.Series(read_cells(table[column.name], column))
+    return (cells.isin(column.categories) if column.categories else cells.notna()).to_numpy()
 
 
 def split_and_learn(
     rows: UsedRows, config: TableConfig
-) -> tuple[np.ndarray, np.ndarray, torch.Tensor, dict[str, Column], dict[str, str]]:
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor, list[Column], dict[str, str]]:
     """Return the rows to train and to evaluate on, the folds of the former, columns, the plan.
 
     Equal rows are on one side and in one fold. Raises UsageError.
     """
-    table, targets, given = rows.table, rows.targets, rows.given
-    num_rows = len(table)
+    num_rows, given = len(rows.table), rows.given
     if given is None:
-        is_class = targets[0].categories is not None
-        labels = number_classes(table, targets[0]) if is_class else None
+        labels = number_classes(rows) if rows.targets[0].categories else None
         sides = splits.hold_out(num_rows, config.test_fraction, labels, seed=config.data_seed)
         train, test = (side.sort().values for side in sides)
     else:
@@ -325,44 +253,42 @@ def split_and_learn(
     return train.numpy(), test.numpy(), fold, learned, plan
 
 
-def learn_columns(rows: UsedRows, train: np.ndarray, config: TableConfig) -> dict[str, Column]:
+def learn_columns(rows: UsedRows, train: np.ndarray, config: TableConfig) -> list[Column]:
     """Learn from its training rows how each feature is encoded, or why it is left out."""
-    learned = {}
-    for name in rows.table.columns.drop([column.name for column in rows.targets]):
-        if INDEX.fullmatch(str(name)) and not config.features:
-            learned[name] = Column(name, problem="left out: an index")
-        else:
-            learned[name] = learn_column(rows.table[name], train, config.categorical, rows.marks)
-    if all(column.problem for column in learned.values()):  # as of values one after the other
-        for name in filter(INDEX.fullmatch, learned):
-            learned[name] = learn_column(rows.table[name], train, config.categorical, rows.marks)
-    return learned
+    names = rows.table.columns.drop([column.name for column in rows.targets])
+    return [
+        Column(name, problem="left out: an index")
+        if INDEX.fullmatch(name) and not config.features
+        else learn_column(rows.table[name], train, *rows.how)
+        for name in names
+    ]
 
 
-def hash_rows(rows: UsedRows, learned: dict[str, Column]) -> tuple[torch.Tensor, bool]:
+def hash_rows(rows: UsedRows, learned: list[Column]) -> tuple[torch.Tensor, bool]:
     """Return a hash of what is used of each row, and whether some rows must be equal.
 
     They must if the columns allow fewer distinct rows than there are: equal ones are no copies.
     """
-    used = [column for column in (*learned.values(), *rows.targets) if not column.problem]
+    used = [column for column in (*learned, *rows.targets) if not column.problem]
     cells = pd.DataFrame({c.name: read_cells(rows.table[c.name], c) for c in used})
     num_possible = math.prod(max(1, number) for number in cells.nunique())
     hashes = pd.util.hash_pandas_object(cells, index=False).to_numpy().view(np.int64)
     return torch.from_numpy(hashes.copy()), num_possible <= len(cells)
 
 
-def number_classes(table: pd.DataFrame, column: Column) -> torch.Tensor:
+def number_classes(rows: UsedRows) -> torch.Tensor:
     """Return the number of the class of each row, int64."""
-    texts = read_cells(table[column.name], column)
+    column = rows.targets[0]
+    texts = read_cells(rows.table[column.name], column)
     return torch.from_numpy(pd.Index(column.categories).get_indexer(texts))
 
 
-def describe_columns(learned: dict[str, Column], targets: list[Column]) -> dict[str, Any]:
+def describe_columns(learned: list[Column], targets: list[Column]) -> dict[str, Any]:
     """Return the metadata of the columns that are used, and the names of the others."""
-    columns = [column for column in learned.values() if not column.problem]
+    columns = [column for column in learned if not column.problem]
     return {
         "columns": [*map(vars, columns)],
-        "left_out": [name for name, column in learned.items() if column.problem],
+        "left_out": [column.name for column in learned if column.problem],
         "features": [name for column in columns for name in column.feature_names()],
         "targets": [column.name for column in targets],
     }
@@ -376,16 +302,16 @@ def standardise_columns(
     name: feature or target. as_is: the numbers are not changed.
     """
     rows = numbers[train]
-    mean, std = rows.mean(0), rows.std(0)
-    if as_is:
-        mean, std = np.zeros_like(mean), np.ones_like(std)
-    std = np.where(std > 0, std, 1.0)
+    means, std = rows.mean(0), rows.std(0)
+    mean = np.zeros_like(means) if as_is else means
+    std = np.where((std > 0) & (not as_is), std, 1.0)
     scale = {
         f"{name}_range": np.stack((rows.min(0), rows.max(0)), 1).tolist(),
         f"{name}_whole": (rows == rows.round()).all(0).tolist(),
         f"{name}_mean": mean.tolist(),
         f"{name}_std": std.tolist(),
     }
+    scale |= {"baseline": means.tolist()} if name == "target" else {}
     return torch.from_numpy((numbers - mean) / std).float(), scale
 
 
@@ -398,38 +324,30 @@ def make_number_sets(features: torch.Tensor, targets: torch.Tensor, config: Any)
     train, test = (side.sort().values for side in sides)
     if not (len(train) and len(test)):
         raise UsageError(f"{count(len(features), 'row')}: one to train on and one to evaluate on")
-    inputs, metadata = standardise_columns("feature", features.numpy(), train.numpy(), as_is=True)
-    learned = {name: Column(name) for name in (f"x{n}" for n in range(features.shape[1]))}
-    metadata |= describe_columns(learned, [Column(f"y{n}") for n in range(targets.shape[1])])
-    outputs, scale = standardise_columns("target", targets.numpy(), train.numpy(), as_is=True)
-    metadata |= scale | {"baseline": targets.numpy()[train].mean(0).tolist(), "input": "table"}
+    columns = [Column(f"x{n}") for n in range(features.shape[1])]
+    metadata = describe_columns(columns, [Column(f"y{n}") for n in range(targets.shape[1])])
+    inputs, scale = standardise_columns("feature", features.numpy(), train.numpy(), as_is=True)
+    outputs, more = standardise_columns("target", targets.numpy(), train.numpy(), as_is=True)
     train_set = InMemory(inputs[train], outputs[train])
     eval_set = InMemory(inputs[test], outputs[test], test)
-    return TableSets(train_set, eval_set, metadata, {})
+    return TableSets(train_set, eval_set, metadata | scale | more | {"input": "table"}, {})
 
 
-def describe_use(learned: dict[str, Column], rows: UsedRows) -> dict[str, str]:
+def describe_use(learned: list[Column], rows: UsedRows) -> dict[str, str]:
     """Return the lines of the plan that say how the columns are used."""
-    numbers = [column for column in rows.targets if column.categories is None]
-    told = [(column.name, str(column)) for column in (*learned.values(), *numbers)]
-    special = [f"{name} ({kind})" for name, kind in told if kind != "number"]
-    columns = [column for column in learned.values() if not column.problem]
-    if columns and all(INDEX.fullmatch(column.name) for column in columns):
-        special.append("nothing but an index is used, as nothing else can be")
+    columns = [column for column in learned if not column.problem]
+    targets = [column for column in rows.targets if column.categories is None]
+    special = [f"{c.name} ({c})" for c in (*learned, *targets) if str(c) != "number"]
     num_features = sum(len(column.feature_names()) for column in columns)
     plan = {"features": f"{num_features}, from {count(len(columns), 'column')}"}
     plan["columns"] = shorten(special, MAX_SHOWN) or "numbers"
     asked: dict[str, int] = {}
-    for column in (*columns, *numbers):
+    for column in (*columns, *targets):
         if column.categories is None and not column.days:
             for code, number in ask_missing(read_cells(rows.table[column.name], column)).items():
                 asked[f"{code} in {count(number, 'row')} of {column.name}"] = code
-    questions = []
     if asked:
-        codes = typed(*dict.fromkeys(map(str, asked.values())))
+        codes = ",".join(map(str, dict.fromkeys(asked.values())))
         cells = shorten([*asked], MAX_SHOWN)
-        questions.append(f"is {cells} a missing value? Then add --missing-values={codes}")
-    if sums := ask_sums(rows.table, numbers):
-        said = [f"row {rows.numbers[n] + 1} ({why})" for n, why in sums.items()]
-        questions.append(f"is {shorten(said)} a sum of others? Then remove it from the file")
-    return plan | ({"asked": "; ".join(questions)} if questions else {})
+        plan["asked"] = f"is {cells} a missing value? Then add --missing-values={codes}"
+    return plan

@@ -16,7 +16,7 @@ class TextPredictor(Classifier):
     A file is a .txt file, of which each line is a text, or a table.
     """
 
-    options = ("encoding",)
+    options = ("encoding", "sheet", "header_row")
 
     def open(self, script: Any, run_dir: Path) -> None:
         self.collate = script.collate
@@ -40,8 +40,8 @@ class TextPredictor(Classifier):
 
         Of lines without a text that follow one another the first is named.
         """
-        encoding = options.get("encoding") or self.metadata.get("encoding")
-        lines = texts.read_texts(path, self.metadata.get("text"), encoding)
+        options = self.metadata.get("read_options", {}) | options
+        lines = texts.read_texts(path, self.metadata.get("text"), **options)
         answers = [
             f"{path}:{number}: {self.describe(self(self.read(line)[0])[0]) if line else 'no text'}"
             for number, line in enumerate(lines, 1)

@@ -1,7 +1,4 @@
-"""Texts and their classes: from a table, or from the documentation of installed packages.
-
-`where` names the table; the sentence of a UsageError begins with it.
-"""
+"""Texts and their classes: from a table, or from the documentation of installed packages."""
 
 import importlib.util
 import re
@@ -13,18 +10,21 @@ from typing import Annotated, Any, NamedTuple
 import pandas as pd
 import torch
 
-from trainkit.config import UNSET, Count, MayChange, Optimizer, ReadOnlyIf, TrainingConfig
+from trainkit.config import UNSET, Count, MayChange, Optimizer, ReadOnlyIf
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.numbers.orders import Order, by_length
 from trainkit.reading import frames, splits
 from trainkit.reading.encodings import read_text
+from trainkit.reading.flags import FileConfig
 from trainkit.reading.recall import describe_classes
 from trainkit.text import count, nfc, shorten
 from trainkit.texts import bags
 
 # What columns are called, in any case; the first that is there is taken.
-TEXT_NAMES = ("text", "sentence", "review", "content", "comment", "message", "document", "body")
-LABEL_NAMES = ("label", "class", "category", "sentiment", "topic", "target")
+NAMES = {
+    "text": ["text", "sentence", "review", "content", "comment", "message", "document", "body"],
+    "label": ["label", "class", "category", "sentiment", "topic", "target"],
+}
 # The defaults that depend on --base.
 BAG = {"optimizer": "sgd", "weight_decay": 0.0}  # and see fit_bag
 MANY = 7500  # texts to train on: the batch of twice as many is twice as large
@@ -34,19 +34,13 @@ FIRST_LINE = re.compile(r':\n +r?"""\s*(\S.{19,}?)\s*(?:"""|\n)')  # of a docstr
 
 
 @dataclass
-class TextConfig(TrainingConfig):
-    """The flags of a script that classifies texts."""
+class TextConfig(FileConfig):
+    """The flags of a script that classifies texts; without --data it has texts of its own."""
 
-    data: MayChange[str | None] = None
-    """CSV, JSON or Parquet file, a folder of them, or Hub id (default: the script's own texts)"""
-    eval_data: Annotated[MayChange[str | None], ReadOnlyIf("data")] = None
-    """the same, to evaluate on (default: the test split of --data, or a fifth of each class)"""
     text: Annotated[str | None, ReadOnlyIf("data")] = None
     """column of the texts (default: the one called text, sentence, review, ...)"""
     label: Annotated[str | None, ReadOnlyIf("data")] = None
     """column of the classes (default: the one called label, class, category, ...)"""
-    encoding: Annotated[str | None, ReadOnlyIf("data")] = None
-    """of text files, such as cp1252 or utf-16 (default: UTF-8)"""
     base: MayChange[str | None] = None
     """pretrained encoder of transformers, a folder or Hub id (default: words and n-grams)"""
     max_tokens: Annotated[Count | None, ReadOnlyIf("base")] = None
@@ -100,68 +94,80 @@ def read_docstrings(packages: list[str], num: int | None) -> TextSets:
 def read_sets(config: TextConfig) -> TextSets:
     """Read texts and classes of a table, and which of them are evaluated.
 
-    These are all of --eval-data, or of a test split, or else a fifth of each class. Rows without a
-    text or a label are left out, and counted in the plan. Raises UsageError for a table that cannot
-    be used.
+    These are all of --eval-data, or of a test split, or else a fifth of each class. Raises
+    UsageError for a table that cannot be used.
     """
-    where = f"--data {config.data}"
-    options = {"encoding": config.encoding}
-    named = config.text, config.label
-    parts = frames.read_parts(str(config.data), where, **options)
-    text = find_column(parts["train"], config.text, TEXT_NAMES, "--text", where)
-    label = find_column(parts["train"], config.label, LABEL_NAMES, "--label", where)
-    rows, dropped = labelled_texts(parts["train"], text, label, where)
-    names = [name for _, name in rows]
-    plan = {"data": f"{config.data}, {len(rows)} texts{dropped}"}
-    plan["columns"] = f"text {text!r}, label {label!r}"
+    where = config.where
+    parts = frames.read_parts(str(config.data), where, **config.read_options)
+    whole = parts.tables["train"]
+    columns = [find_column(whole, getattr(config, kind), kind, where) for kind in NAMES]
+    rows, dropped = labelled_texts(whole, columns, where)
+    known = {name for _, name in rows}
 
     def is_labelled(table: pd.DataFrame) -> bool:
-        if not {text, label} <= {*table}:
-            return False
-        return any(name in names for _, name in labelled_texts(table, text, label, where)[0])
+        there = {*columns} <= {*table}
+        return there and any(x in known for _, x in labelled_texts(table, columns, where)[0])
 
-    table, lines = frames.choose_evaluated_table(
-        parts, config.eval_data, is_labelled, "text", named, **options
-    )
-    given: list[tuple[str, str]] = []
-    if table is not None:
-        where = table.attrs["where"]
-        given, dropped = labelled_texts(table, text, label, where)
-        unknown = sorted({name for _, name in given} - {*names})
-        if config.eval_data and unknown:
-            raise UsageError(f"{where}: --data has no class {shorten([*map(repr, unknown)])}")
-        names += unknown
-        lines["evaluated on"] += dropped
-    classes = find_classes(names, label, where)
-    number = {name: n for n, name in enumerate(classes)}
-    train, held_out = ([(words, number[name]) for words, name in part] for part in (rows, given))
-    if table is None:
-        train, held_out = split_texts(train)
-    if not train or not held_out:
-        left = f"{len(train)} texts are left to train on and {len(held_out)} to evaluate on"
-        raise UsageError(f"{where}: {left}, as equal texts are not parted: give --eval-data")
-    plan |= lines | describe_texts(train, held_out, classes)
-    return TextSets(train, held_out, classes, {"text": text} | options, plan)
-
-
-def find_classes(names: list[str], label: str, where: str) -> list[str]:
-    """Return the different labels, sorted. Raises UsageError if they are no classes."""
-    classes = sorted({*names})
-    if len(classes) < 2 or (len(classes) > 2 and len(classes) == len(names)):
+    table, name, lines = frames.choose_evaluated_table(config, parts, is_labelled, "text", columns)
+    given, unused = labelled_texts(whole[:0] if table is None else table, columns, name)
+    if unused:
+        lines["evaluated on"] += unused
+    unknown = sorted({label for _, label in given} - known)
+    if config.eval_data and unknown:
+        raise UsageError(f"{name}: --data has no class {shorten([*map(repr, unknown)])}")
+    classes = sorted({*known, *unknown})
+    if len(classes) < 2 or len(rows) == len(known) > 2:
         raise UsageError(
-            f"{where}: column {label!r} has {count(len(classes), 'different label')} in "
-            f"{count(len(names), 'row')} with a text and a label, which are not classes: name "
+            f"{where}: column {columns[1]!r} has {count(len(classes), 'different label')} in "
+            f"{count(len(rows), 'row')} with a text and a label, which are not classes: name "
             "another column with --label"
         )
-    return classes
+    number = {label: n for n, label in enumerate(classes)}
+    train, held_out = ([(text, number[label]) for text, label in part] for part in (rows, given))
+    if table is None:
+        hashes = splits.number_equal(text for text, _ in train)
+        sides = splits.split_rows(hashes, labels=torch.tensor([label for _, label in train]))
+        train, held_out = ([train[n] for n in side.sort().values.tolist()] for side in sides)
+    if not train or not held_out:
+        left = f"{len(train)} and {len(held_out)} texts are left to train and to evaluate on"
+        raise UsageError(f"{where}: {left}, as equal texts are not parted: give --eval-data")
+    plan = {"data": f"{config.data}, {len(rows)} texts{dropped}"}
+    plan |= {"columns": "text {!r}, label {!r}".format(*columns)} | lines
+    plan |= describe_texts(train, held_out, classes)
+    metadata = {"text": columns[0], "read_options": config.read_options}
+    return TextSets(train, held_out, classes, metadata, plan)
 
 
-def split_texts(samples: list[tuple[str, int]]) -> tuple[list, list]:
-    """Hold out a fifth of each class, with equal texts on one side."""
-    hashes = splits.number_equal(words for words, _ in samples)
-    sides = splits.split_rows(hashes, labels=torch.tensor([n for _, n in samples]))
-    train, held_out = ([samples[n] for n in side.sort().values.tolist()] for side in sides)
-    return train, held_out
+def find_column(table: pd.DataFrame, given: str | None, kind: str, where: str) -> str:
+    """Return the given column, or the first with a name of this kind. Raises UsageError."""
+    columns = {name.lower(): name for name in reversed([*table])}
+    found = [columns[name] for name in NAMES[kind] if name in columns]
+    if not given and not found:
+        raise UsageError(
+            f"{where}: no column is called {', '.join(NAMES[kind])}: choose one by --{kind}: "
+            f"{shorten([*table], frames.MAX_SHOWN)}"
+        )
+    name = nfc(given) if given else found[0]
+    frames.choose_columns(table, [name], where)
+    return name
+
+
+def labelled_texts(
+    table: pd.DataFrame, columns: Sequence[str], where: str
+) -> tuple[list[tuple[str, str]], str]:
+    """Return text and label of the rows that have both, and how many were left out."""
+    rows = frames.choose_columns(table, columns, where)
+    pairs = [*zip(*(map(clean, rows[name]) for name in columns), strict=True)]
+    used = [(text, label) for text, label in pairs if text and label]
+    num = len(pairs) - len(used)
+    return used, f", {count(num, 'row')} dropped: no text or no label" if num else ""
+
+
+def clean(value: Any) -> str:
+    """Return a cell as text, "" if it is empty; half of a surrogate pair, in JSON, becomes "?"."""
+    if not isinstance(value, str):
+        value = "" if pd.isna(value) else frames.as_text(value)
+    return nfc(value.strip()).encode("utf-8", "replace").decode()
 
 
 def describe_texts(
@@ -240,54 +246,16 @@ def make_samples(
     return samples[:num_train], samples[num_train:], num_bits, plan
 
 
-def find_column(
-    table: pd.DataFrame, given: str | None, names: Sequence[str], flag: str, where: str
-) -> str:
-    """Return the given column, or the one with the first of these names. Raises UsageError."""
-    columns = {name.lower(): name for name in reversed([*table])}
-    name = nfc(given) if given else next((columns[name] for name in names if name in columns), "")
-    if not name:
-        raise UsageError(
-            f"{where}: no column is called {', '.join(names[:-1])} or {names[-1]}: choose one by "
-            f"{flag}: {shorten([*map(frames.typed, table)], frames.MAX_SHOWN)}"
-        )
-    frames.choose_columns(table, [name], where)
-    return name
-
-
-def labelled_texts(
-    table: pd.DataFrame, text: str, label: str, where: str
-) -> tuple[list[tuple[str, str]], str]:
-    """Return text and label of the rows that have both, and how many were left out."""
-    rows = frames.choose_columns(table, [text, label], where)
-    texts = [_clean(cell) for cell in rows[text]]
-    labels = ["" if pd.isna(cell) else frames.as_text(cell) for cell in rows[label]]
-    dropped = "".join(
-        f", {count(cells.count(''), 'row')} dropped: no {what}"
-        for cells, what in ((texts, "text"), (labels, "label"))
-        if "" in cells
-    )
-    return [pair for pair in zip(texts, labels, strict=True) if all(pair)], dropped
-
-
-def _clean(value: Any) -> str:
-    """Return a cell as text, "" if it is empty; half of a surrogate pair, in JSON, becomes "?"."""
-    if not isinstance(value, str):
-        value = "" if pd.isna(value) else frames.as_text(value)
-    return nfc(value.strip()).encode("utf-8", "replace").decode()
-
-
-def read_texts(path: Path, text: str | None, encoding: str | None) -> list[str]:
+def read_texts(path: Path, text: str | None, **options: Any) -> list[str]:
     """Return the lines of a .txt file, or a column of a table; "" where there is no text.
 
-    text: the column; None: the one that has one of TEXT_NAMES. Raises UsageError.
+    text: the column; None: the one with a usual name. options: those of read_parts. Raises
+    UsageError.
     """
     where = str(path)
     if path.suffix.lower() == ".txt":
         with as_usage_error(f"{where} cannot be read"):
-            content = read_text(where, encoding)
-        lines = content.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-        return [_clean(line) for line in lines[: len(lines) - (not lines[-1])]]
-    table = frames.read_table(where, where, encoding=encoding)
-    name = find_column(table, text, TEXT_NAMES, "--text", where)
-    return [*map(_clean, frames.choose_columns(table, [name], where)[name])]
+            return [*map(clean, read_text(where, options.get("encoding")).splitlines())]
+    table = frames.read_table(where, where, **options)
+    name = find_column(table, text, "text", where)
+    return [*map(clean, frames.choose_columns(table, [name], where)[name])]
