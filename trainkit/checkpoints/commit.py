@@ -2,10 +2,11 @@
 
 The names of checkpoints are only given by the main process, and nothing here communicates but by
 files, because a collective in a thread would mix with those of the training. Each process syncs and
-hashes its own files and leaves their hashes beside them, in part-00001.json. The main process waits
-for these parts, writes MANIFEST.json and renames the folder.
+hashes its own files and leaves their hashes beside them, in hashes-00001.json. The main process
+waits for those, writes MANIFEST.json and renames the folder.
 """
 
+import json
 import os
 import threading
 import time
@@ -19,19 +20,18 @@ from trainkit.checkpoints.mirror import Mirror
 from trainkit.errors import RunFailure
 from trainkit.launch.processes import failing_together, wait_together
 from trainkit.store.atomic import remove_tree, sync
-from trainkit.store.jsons import to_exact_json
 from trainkit.store.log import JsonlTracker
 from trainkit.store.manifest import (
+    await_hashes,
+    leave_hashes,
     make_durable,
-    read_part,
     step_name,
     steps_in,
     write_manifest,
-    write_part,
 )
 from trainkit.text import first_sentence
 
-# How long the main process waits, after an error, for the parts of others, which may be dead.
+# How long the main process waits, after an error, for the hashes of others, which may be dead.
 LAST_SECONDS = 10.0
 
 
@@ -60,7 +60,7 @@ class Commits:
         """
         self.what = what
         rank = self.accelerator.process_index
-        text = to_exact_json(trainer, indent=2) + "\n"  # now: the training changes its values
+        text = json.dumps(trainer, indent=2) + "\n"  # now: the training changes its values
         best = step_name(trainer["progress"]["best_step"])
         blocked = time.monotonic() - started_at
 
@@ -70,13 +70,13 @@ class Commits:
                 self.tracker.sync()
             files = make_durable(folder, rank)
             if rank != 0:
-                write_part(folder, rank, files)
+                leave_hashes(folder, rank, files)
             return files
 
         def commit() -> None:
             files = finishing.result()
             for other in range(1, self.accelerator.num_processes):
-                files |= read_part(folder, other, self.leaving)
+                files |= await_hashes(folder, other, self.leaving)
             write_manifest(folder, files)
             os.rename(folder, final)
             sync(final.parent)

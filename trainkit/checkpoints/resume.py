@@ -27,7 +27,6 @@ from trainkit.numbers.orders import Progress
 from trainkit.numbers.randoms import NUM_HELD
 from trainkit.repairs.private_names import prepared_loaders, prepared_models
 from trainkit.store.atomic import remove_tree, rename_free, sync
-from trainkit.store.jsons import from_exact_json
 from trainkit.store.manifest import step_name, steps_in, verify
 from trainkit.store.weights import check_weights_file
 from trainkit.text import shorten
@@ -180,7 +179,7 @@ def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, 
     the last step of this run.
     """
     with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
-        trainer = from_exact_json((path / "trainer.json").read_text())
+        trainer = json.loads((path / "trainer.json").read_text())
         before = trainer["fingerprint"]
         progress = Progress(**trainer["progress"])
     # Files come first: the name of a missing file says more than a hash of all files.

@@ -1,9 +1,8 @@
 """The tracker for Accelerate that writes metrics.jsonl, and those of others beside it.
 
-A run that was killed has logged steps after its newest checkpoint, which a resume repeats. So each
-start sends all rows of metrics.jsonl, which the resume has truncated, to the tracker again.
-TensorBoard drops its earlier rows (purge_step); trackio and W&B start another run of the same name,
-with complete curves.
+A resume repeats the steps after its checkpoint, so each start sends all rows of metrics.jsonl to
+the tracker again. TensorBoard drops its earlier rows (purge_step); trackio and W&B start another
+run of the same name.
 """
 
 import importlib.util
@@ -39,10 +38,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonlTracker(GeneralTracker):
-    """Write rows of reproducible numbers to RUN_DIR/metrics.jsonl, one JSON object per line.
-
-    Two runs of one experiment write the same bytes. Seconds go to timing.jsonl instead.
-    """
+    """Write rows of reproducible numbers to RUN_DIR/metrics.jsonl, and seconds to timing.jsonl."""
 
     name = "jsonl"
     requires_logging_directory = False
@@ -76,10 +72,7 @@ class JsonlTracker(GeneralTracker):
             os.fsync(file.fileno())
 
     def truncate(self, num_rows: int) -> None:
-        """Remove the rows after this many. Main process only.
-
-        Raises UsageError if there are fewer.
-        """
+        """Remove the rows after this many, on the main process. Raises UsageError without them."""
         content = self.path.read_bytes() if self.path.exists() else b""
         rows = [row for row in content.splitlines(keepends=True) if row.endswith(b"\n")]
         if len(rows) < num_rows:
@@ -113,10 +106,7 @@ class Tracker(GeneralTracker):
 def make_trackers(
     config: TrainingConfig, history: JsonlTracker, project: str
 ) -> list[GeneralTracker]:
-    """The trackers for Accelerator(log_with=...): metrics.jsonl and the one that --tracker names.
-
-    Raises UsageError if its package is missing. A dry run has only the first.
-    """
+    """The trackers for Accelerator(log_with=...): metrics.jsonl, and what --tracker names."""
     name, run_dir = config.tracker, config.run_dir
     if name is None or config.dry_run:
         return [history]

@@ -13,7 +13,7 @@ from trainkit.store.atomic import sync
 
 # A hash in a manifest finds damage. It cannot find forgery, because whoever changes a file can
 # change the manifest too; that is why nothing in a checkpoint can execute.
-FORMAT = 9  # a resume reads this one alone
+FORMAT = 10  # a resume reads this one alone
 STEP_NAME = re.compile(r"step-\d{10}")
 # The files of save_state; there may be several models, optimizers and schedules.
 FILE_NAME = re.compile(
@@ -23,14 +23,9 @@ FILE_NAME = re.compile(
     r"|shard-\d{5}-model-00001-of-00001\.safetensors)"
 )
 
-# What accelerator.load_state would open besides, some of it without asking whether it is code.
-OPENED_BY_ACCELERATE = re.compile(
-    r"state/(custom_checkpoint_\d+\.pkl|(pytorch_model|sampler|dl_state_dict)(_\d+)?\.bin)"
-)
-
 
 def is_listed(name: str) -> bool:
-    """May a manifest list a file of this name? Nothing else in a checkpoint is ever opened."""
+    """May a manifest list a file of this name? What other programs leave there is passed over."""
     return FILE_NAME.fullmatch(name) is not None
 
 
@@ -48,20 +43,11 @@ def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
     """Make the files that this process wrote durable; return the size and hash of each.
 
     On a network file system the machine of the process that wrote a file may alone hold the bytes.
-    Raises RunFailure for a file that a resume would refuse.
     """
-    names = [name for name in _paths(folder) if writer_of(name.rpartition("/")[2]) == rank]
-    for name in filter(OPENED_BY_ACCELERATE.fullmatch, names):
-        raise RunFailure(
-            f"the checkpoint would hold {name}, which no resume reads, because that could "
-            "execute code: keep its content in a buffer of a module that accelerator.prepare "
-            "is given"
-        )
-    # Others may write there too: a file manager, a network file system, a virus scanner.
-    files = {name: _described(folder / name) for name in names if is_listed(name)}
-    for name in files:
-        sync(folder / name)
-    return files
+    own = {name: path for name, path in _listed_files(folder).items() if writer_of(name) == rank}
+    for path in own.values():
+        sync(path)
+    return {name: _described(path) for name, path in own.items()}
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
@@ -77,30 +63,30 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return json.loads((folder / "MANIFEST.json").read_bytes())["files"]
 
 
-def write_part(folder: Path, rank: int, content: dict[str, Any]) -> None:
-    """Let the main process have this content of another one: see read_part."""
+def leave_hashes(folder: Path, rank: int, files: dict[str, Any]) -> None:
+    """Let the main process have what make_durable returned in this one: see await_hashes."""
     # Not synced: once it has its name, the main process may rename the folder.
-    unnamed = folder / f".tmp-{_part(folder, rank).name}"
-    unnamed.write_text(json.dumps(content))
-    os.replace(unnamed, _part(folder, rank))
+    unnamed = folder / f".tmp-{_hashes(folder, rank).name}"
+    unnamed.write_text(json.dumps(files))
+    os.replace(unnamed, _hashes(folder, rank))
 
 
-def read_part(folder: Path, rank: int, leaving: Event) -> dict[str, Any]:
-    """Return what another process gave to write_part, as soon as it is there, and remove it.
+def await_hashes(folder: Path, rank: int, leaving: Event) -> dict[str, Any]:
+    """Return what another process leaves, as soon as it is there, and remove the file.
 
     Raises RunFailure when this process is leaving.
     """
-    path = _part(folder, rank)
+    path = _hashes(folder, rank)
     while not path.exists():
         if leaving.wait(0.01):
             raise RunFailure("another process has not made its files durable")
-    content = json.loads(path.read_text())
+    files = json.loads(path.read_text())
     path.unlink()
-    return content
+    return files
 
 
-def _part(folder: Path, rank: int) -> Path:
-    return folder / f"part-{rank:05d}.json"
+def _hashes(folder: Path, rank: int) -> Path:
+    return folder / f"hashes-{rank:05d}.json"
 
 
 def verify(path: Path) -> str | None:
@@ -112,27 +98,23 @@ def verify(path: Path) -> str | None:
         manifest = json.loads(file.read_bytes())
         if manifest["format"] != FORMAT:
             return f"another version saved it, in format {manifest['format']}, not {FORMAT}"
-        files = manifest["files"]
-        there = _paths(path)
-        for name in sorted(files):
+        files, there = manifest["files"], _listed_files(path)
+        for name in sorted(files.keys() | there.keys()):
             if name not in there:
                 return f"{name} is missing"
-            if not is_listed(name):
+            if name not in files:
                 return f"{name} does not belong there"
             if files[name] != _described(there[name]):
                 return f"{name} was changed"
-        for name in sorted(there.keys() - files):
-            if is_listed(name) or OPENED_BY_ACCELERATE.fullmatch(name):
-                return f"{name} does not belong there"
     except Exception as problem:  # a forged manifest may raise anything
         return f"MANIFEST.json cannot be read ({type(problem).__name__})"
     return None
 
 
-def _paths(folder: Path) -> dict[str, Path]:
-    """What is below a folder, by name, except folders and the manifest."""
-    paths = [p for p in sorted(folder.rglob("*")) if p.is_symlink() or not p.is_dir()]
-    return {p.relative_to(folder).as_posix(): p for p in paths if p.name != "MANIFEST.json"}
+def _listed_files(folder: Path) -> dict[str, Path]:
+    """What is below a folder and may be listed, by name; nothing else is ever opened."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    return {name: path for name, path in paths.items() if is_listed(name)}
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -143,7 +125,7 @@ def _described(path: Path) -> dict[str, Any]:
 
 def writer_of(name: str) -> int:
     """The process that writes this file: the main one, unless its number is in the name."""
-    match = re.search(r"(random_states_|part-|shard-)(\d+)", name)
+    match = re.search(r"(random_states_|shard-)(\d+)", name)
     if match is None:
         return 0
     return int(match[2]) - (match[1] == "shard-")  # torch counts these from 1

@@ -17,10 +17,7 @@ class Missing(LoneFailure):
 
 
 def trying(what: str, call: Callable[..., T], *args: Any) -> T:
-    """Return call(*args); try again if it fails. Raises LoneFailure, which begins with `what`.
-
-    It is a Missing, without another try, if there is no such file.
-    """
+    """Return call(*args), tried again if it fails. Raises LoneFailure, or Missing at once."""
     waits = iter(WAITS)
     while True:
         try:
@@ -43,12 +40,11 @@ def shown(text: str) -> str:
 
 
 def find_secret(url: str) -> str:
-    """Return a sentence if a password or signature is in a URL, else nothing.
+    """Return a sentence if a password or signature is in a URL, which may be a chain, else nothing.
 
-    A user without a password, as in abfs://container@account, is not a secret. A secret may have a
-    slash in it, as those of AWS do.
+    A user alone, as in abfs://container@account, is no secret; one may have a slash in it.
     """
-    links = re.split(r"::(?=\w+://)", url)  # of a chain, such as simplecache::s3://...
+    links = re.split(r"::(?=\w+://)", url)
     if not any(re.search(r"://(.*:.*@|.*\?.)", link, re.DOTALL) for link in links):
         return ""
     return (
@@ -59,10 +55,8 @@ def find_secret(url: str) -> str:
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL and the path in it.
-
-    Not from fsspec's cache, which takes a second in a fork to close what was inherited.
-    """
+    """Return fsspec's file system of a URL and the path in it."""
     import fsspec  # imported late for a faster start
 
+    # In a fork fsspec's cache takes a second to close what was inherited.
     return fsspec.url_to_fs(url, skip_instance_cache=True)

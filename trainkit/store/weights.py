@@ -1,16 +1,16 @@
 """Weights as safetensors files: written at the end of a run, read by --start-from."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.repairs.private_names import plain_name
 from trainkit.store.atomic import replacing
-from trainkit.store.jsons import to_exact_json
 
 
 def numbered(name: str, number: int) -> str:
@@ -26,13 +26,13 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
     random order.
     """
     with replacing(path) as temporary:
-        save_file(separate(tensors), temporary, {"trainkit": to_exact_json(metadata)})
+        save_file(separate(tensors), temporary, {"trainkit": json.dumps(metadata)})
 
 
 def check_writable(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
     """Raise what write_tensors would raise for such types and metadata, without the values."""
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    save(empty, {"trainkit": to_exact_json(metadata)})
+    save(empty, {"trainkit": json.dumps(metadata)})
 
 
 def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -49,34 +49,9 @@ def check_weights_file(path: Path) -> None:
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise UsageError(f"--start-from {path} cannot be read: it is not a file")
-    with as_usage_error(f"--start-from {path} cannot be read"):
-        try:
-            with safe_open(path, "pt") as file:
-                file.keys()
-        except SafetensorError:
-            is_index = path.name.endswith(".index.json")
-            with path.open("rb") as file:  # torch.save writes a zip, and wrote a pickle
-                if not is_index and file.read(2) not in (b"PK", b"\x80\x02"):
-                    raise
-            raise UsageError(
-                f"--start-from {path} is not a safetensors file: this writes one to give instead: "
-                f"{_write_conversion(path, is_index)}"
-            ) from None
-
-
-def _write_conversion(path: Path, is_index: bool) -> str:
-    """Return a command that makes a safetensors file of torch's, or of the shards of an index."""
-    shards = path.parent / ("*.bin" if ".bin" in path.name else "*.safetensors")
-    files = f"sorted(glob.glob({str(shards)!r}))" if is_index else f"[{str(path)!r}]"
-    read = "torch.load(f, 'cpu', weights_only=True)"
-    if is_index and shards.suffix == ".safetensors":
-        read = "s.load_file(f)"
-    return (
-        f'python -c "import glob, torch, safetensors.torch as s; w = {{}}; '
-        f"[w.update({read}) for f in {files}]; "
-        "w = next((w[k] for k in ('state_dict', 'model_state_dict', 'model') if k in w), w); "
-        f"s.save_file({{n: t.clone().contiguous() for n, t in w.items()}}, 'weights.safetensors')\""
-    )
+    made = "docs/resume.md has the command that makes a safetensors file of one of torch.save"
+    with as_usage_error(f"--start-from {path} cannot be read ({made})"), safe_open(path, "pt"):
+        pass
 
 
 def read_weights(path: Path, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], str]:
