@@ -1,9 +1,8 @@
 """--mirror URL: copy checkpoints to where they outlive this machine, and fetch them from there.
 
 The mirror is laid out like the run folder. Once a checkpoint is durable, a thread of the main
-process copies it, compares the sizes of what has arrived, and copies MANIFEST.json last. Each
-checkpoint also holds what else a run in an empty folder goes on with (BESIDE), and none is removed
-from the run folder before it was copied.
+process copies it, compares the sizes of what has arrived, and copies MANIFEST.json last; until then
+the run folder keeps it. It also holds what else a run in an empty folder goes on with (BESIDE).
 """
 
 import os
@@ -11,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -57,19 +56,24 @@ class Mirror:
     def _do(self, name: str, call: Callable, *args: Any) -> Any:
         return trying(f"{self.url}/{name}", call, *args)
 
-    def _put(self, source: Path, target: str, names: Collection[str]) -> None:
-        sources = [str(source / name) for name in names]
-        targets = [f"{self.root}/{target}{name}" for name in names]
-        self._do(target, self.files.put, sources, targets)
+    def _put(self, folder: Path, inside: str, names: Iterable[str]) -> None:
+        """Copy these files of a local folder into one of the mirror, `inside` it."""
+        pairs = [(str(folder / name), f"{self.root}/{inside}{name}") for name in names]
+        self._do(inside, self.files.put, *map(list, zip(*pairs, strict=True)))
 
-    def _remove(self, name: str) -> None:
-        with suppress(Missing):
-            self._do(name, self.files.rm, f"{self.root}/{name}", True)
+    def _get(self, folder: Path, inside: str, names: Iterable[str]) -> None:
+        """Copy these files of a folder of the mirror into a local one."""
+        pairs = [(f"{self.root}/{inside}{name}", str(folder / name)) for name in names]
+        self._do(inside, self.files.get, *map(list, zip(*pairs, strict=True)))
+
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            with suppress(Missing):
+                self._do(name, self.files.rm, f"{self.root}/{name}", True)
 
     def _remove_checkpoints(self, names: Iterable[str]) -> None:
-        for name in sorted(names):
-            self._remove(f"checkpoints/{name}/MANIFEST.json")  # first: what is left is not whole
-            self._remove(f"checkpoints/{name}")
+        for folder in (f"checkpoints/{name}" for name in sorted(names)):
+            self._remove(f"{folder}/MANIFEST.json", folder)  # what a kill leaves is not whole
 
     def look(self) -> None:
         """See what is there."""
@@ -79,14 +83,14 @@ class Mirror:
             found = self._do("", lambda: self.files.find(self.root, detail=True))
         self.listed = {p.removeprefix(f"{self.root}/"): info["size"] for p, info in found.items()}
 
-    def steps(self, file: str = "") -> set[str]:
-        """The names of the checkpoints of which the mirror has anything, or this file."""
-        found = [path.split("/", 2) for path in self.listed if path.startswith("checkpoints/step-")]
-        return {p[1] for p in found if STEP_NAME.fullmatch(p[1]) and file in ("", p[-1])}
+    def steps(self) -> set[str]:
+        """The names of the checkpoints of which the mirror has anything."""
+        folders = (path.split("/")[1] for path in self.listed if path.startswith("checkpoints/"))
+        return {*filter(STEP_NAME.fullmatch, folders)}
 
     def whole(self) -> set[str]:
         """Those that the mirror has whole."""
-        return self.steps("MANIFEST.json")
+        return {n for n in self.steps() if f"checkpoints/{n}/MANIFEST.json" in self.listed}
 
     def check_run(self, check: Callable[[Path], object]) -> None:
         """Raise what check(folder) says of trainer.json in the newest checkpoint of the mirror.
@@ -95,22 +99,17 @@ class Mirror:
         """
         for name in sorted(self.whole())[-1:]:
             with tempfile.TemporaryDirectory() as folder:
-                self._get(name, Path(folder), ["trainer.json"])
+                self._get(Path(folder), f"checkpoints/{name}/", ["trainer.json"])
                 try:
                     check(Path(folder))
                 except UsageError as problem:
                     raise UsageError(f"--mirror {self.url}, {name}: {problem}") from None
 
-    def _get(self, step: str, folder: Path, names: list[str]) -> None:
-        sources = [f"{self.root}/checkpoints/{step}/{name}" for name in names]
-        targets = [str(folder / name) for name in names]
-        self._do(f"checkpoints/{step}", self.files.get, sources, targets)
-
     def fetch(self, path: Path) -> str | None:
         """Download a checkpoint to `path`, or say why it is not whole."""
         folder, inside = path.with_name(f".tmp-{path.name}"), f"checkpoints/{path.name}/"
         names = [name.removeprefix(inside) for name in self.listed if name.startswith(inside)]
-        self._get(path.name, folder, [n for n in names if n == "MANIFEST.json" or is_listed(n)])
+        self._get(folder, inside, [n for n in names if n == "MANIFEST.json" or is_listed(n)])
         if problem := verify(folder):
             remove_tree(folder)
             return f"in {self.url} {problem}"
@@ -128,8 +127,7 @@ class Mirror:
         """Remove from the mirror what this run no longer leads to, and what a kill left."""
         newest, whole = path.name if path else "", self.whole()
         self._remove_checkpoints(n for n in self.steps() if n > newest or n not in whole)
-        if "DONE" in self.listed:
-            self._remove("DONE")
+        self._remove(*{"DONE"} & self.listed.keys())
         # One that was saved without --mirror lacks what is beside it.
         if path and newest not in whole and (path / "metrics.jsonl").exists():
             self.copy(path, step_name(best_step))
@@ -226,8 +224,7 @@ class Mirror:
 def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | None:
     """Return the mirror on the main process; None on the others, and without --mirror.
 
-    Every process must call this. Raises UsageError on all of them if it cannot be used, or if it
-    holds a run and this one is new.
+    Every process must call this. Raises UsageError on all of them if it cannot be used.
     """
     if not config.mirror:
         return None
