@@ -200,17 +200,6 @@ def test_each_way_to_write_a_pair_is_the_same_pair(make, row):
     assert pairs.plan.get("not read") == ("score" if "score" in row else None)
 
 
-def test_texts_without_a_prompt_are_split_where_they_begin_to_differ_and_that_is_said(make):
-    asked = "Human: say\n\nAssistant: "
-    row = {"chosen": asked + "ok I", "rejected": asked + "no"}
-    pairs = make(row, row)
-    assert pairs.plan["data"].startswith("2 rows of chosen and rejected, split where they begin to")
-    shown = r"Human: say\n\nAssistant:[[ "
-    assert pairs.plan["chosen"] == f"{shown}ok I<end>]]"
-    assert pairs.plan["rejected"] == f"{shown}no<end>]]"
-    assert [preferences.split_at(*pair) for pair in (("a", "ab"), ("", "a"), ("b", "a"))] == [0] * 3
-
-
 def test_what_is_cut_or_dropped_is_counted(make):
     lost, same = TEXTS | {"prompt": LONG}, TEXTS | {"chosen": f"{LONG}4", "rejected": f"{LONG}5"}
     pairs = make(TEXTS, TEXTS, lost, same, TEXTS | {"rejected": "4"})
@@ -225,7 +214,7 @@ def test_what_is_cut_or_dropped_is_counted(make):
         (TEXTS | {"prompt": LONG}, "none of the pairs to train on has two different answers"),
         (TEXTS | {"rejected": "4"}, "none of the pairs to train on has two different answers"),
         ({"prompt": "2?", "chosen": "4"}, "line 1 of .* has no chosen and rejected"),
-        (LISTS | {"chosen": "4"}, "one of chosen and rejected is a text, and the other has turns"),
+        (LISTS, "line 1 of .* it has no prompt: give it in a column prompt, or as turns of both"),
         (["4", "5"], "line 1 of .* has no chosen and rejected"),
         (TEXTS | {"tools": [{"name": "f"}]}, "line 1 of .* leaves out or changes 'f'"),
         (WHOLE | {"rejected": [BAD | {"role": "user"}, BAD]}, "line 1 of .* different prompts"),
@@ -250,12 +239,12 @@ def warned(chosen, rejected, base_chosen, base_rejected, num_tokens):
 @pytest.mark.parametrize(
     "logps, num_tokens, said",
     [
-        ((-12, -9, -7, -7), 22, "^chosen answers .* is -12, by the base -7: try --sft-weight"),
+        ((-12, -9, -7, -7), 22, "^chosen answers .* -12 .* -9, by the base -7 .* -7: try --sft"),
         # Measured: right answers 40 of 40 by the base, 15 without a weight, 38 with 0.2, 40 with 1.
         (
             (-19.1, -10.2, -78.2, -0.43),
             22,
-            "^neither .* is -19.1 and of rejected -10.2, by the base -78.2 and -0.43: try",
+            "^neither .* is -19.1 and of rejected -10.2, by the base -78.2 .* -0.43: try",
         ),
         ((-32, -0.88, -78.2, -0.43), 22, ""),  # it still gives rejected, as before
         ((-300, -320, -305, -290), 250, ""),  # of long answers the base gave neither

@@ -1,11 +1,9 @@
 """Language models that are trained further: conversations and pairs of answers as tokens.
 
-A file of rows becomes turns in formats.py, and these become tokens in templates.py, by the chat
-template of the tokenizer. conversations.py and preferences.py make the sets of a run of them, and
-packing.py fills rows with samples. losses.py has the losses of tokens, and pretrained.py the flags
-of such a run, its model, and the folder that it writes; `python -m trainkit.language.ask` asks it.
-Begin with load_chats in conversations.py. Scripts import from here; each name is loaded on its
-first use. Nothing here touches a step, a file of the run or another wing.
+A file of rows becomes turns in formats.py, and these become tokens in templates.py. Of them
+conversations.py (begin with load_chats) and preferences.py make the sets of a run, and packing.py
+fills rows. pretrained.py has the flags, the model and the folder that is written, losses.py the
+losses of tokens. Scripts import from here; nothing here touches a step or another wing.
 """
 
 from trainkit.fronts import hand_out

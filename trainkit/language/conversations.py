@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.language.formats import (
-    EMPTY,
-    WEIGHTS,
-    Conversation,
-    read_chat,
-    read_chat_rows,
-)
+from trainkit.language.formats import Conversation, read_chat, read_chat_rows
 from trainkit.language.packing import Packed
 from trainkit.language.templates import Chat, Sample, show_sample
 from trainkit.reading import splits
@@ -27,8 +21,6 @@ from trainkit.text import first_sentence, shorten
 if TYPE_CHECKING:
     from trainkit.language.pretrained import LanguageConfig
 
-# Keys of a turn that are read although a chat template does not name them.
-KEYS = {"role", "content", "tool_calls", *WEIGHTS}
 MAX_QUESTION = 200  # letters that are shown of what an answer is asked for
 
 
@@ -82,17 +74,8 @@ def load_chats(
     return sets._replace(train_set=train_set, eval_set=packed_eval)
 
 
-def read_tokenizer(base: str) -> tuple[Any, int | None]:
-    """Return the tokenizer of a folder or Hub id, and how many tokens its model takes at once."""
-    with as_usage_error("this example needs `pip install transformers`"):
-        from transformers import AutoConfig, AutoTokenizer
-    with read_here_or_from_hub(base, f"--base {base}"):
-        limit = num_positions(AutoConfig.from_pretrained(base))
-        return AutoTokenizer.from_pretrained(base), limit
-
-
 def num_positions(config: Any) -> int | None:
-    """Return how many tokens a transformers model takes at once; None: its config sets no limit."""
+    """Return how many tokens a model takes at once; None: its config sets no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -124,7 +107,11 @@ def make_sets(
         read: returns the columns and the conversations of a row.
         make_item: makes an item of a sample of each conversation, or None.
     """
-    tokenizer, positions = read_tokenizer(config.base)
+    with as_usage_error("this example needs `pip install transformers`"):
+        from transformers import AutoConfig, AutoTokenizer
+    with read_here_or_from_hub(config.base, f"--base {config.base}"):
+        positions = num_positions(AutoConfig.from_pretrained(config.base))
+        tokenizer = AutoTokenizer.from_pretrained(config.base)
     size = min(config.max_tokens, positions or config.max_tokens)
     limit = f"--max-tokens {size}" if size == config.max_tokens else f"the model's {size} positions"
     rows, num_given, plan = read_chat_rows(config.data, config.eval_data)
@@ -145,8 +132,12 @@ def make_sets(
             f"{limit}: shorten the prompts, give a larger --max-tokens, or rows in which an "
             "assistant answers"
         )
-    lines = _describe(chat, found, noun, has, limit) | {"next": ask_command(config)}
-    return chat, ChatSets(sets[0], sets[1], tokenizer, chat.end, plan | twice | lines, {})
+    plan |= twice | describe(chat, found)
+    for what, how in ("truncated", f"to {limit}"), ("dropped", f"which do not have {has}"):
+        if found.num[what]:
+            plan[what] = f"{found.num[what]} of {found.num['all']} {noun}s, {how}"
+    plan["next"] = f"python -m trainkit.language.ask {shlex.quote(str(config.run_dir))}"
+    return chat, ChatSets(sets[0], sets[1], tokenizer, chat.end, plan, {})
 
 
 class Found(NamedTuple):
@@ -155,7 +146,7 @@ class Found(NamedTuple):
     items: list[list[Any]]  # of each row
     keys: list[tuple[str, ...]]  # the same for equal rows
     columns: dict[str, None]
-    unread: set[str]  # columns, and keys of turns, that nothing reads
+    unread: set[str]  # columns
     num: Counter[str]  # of items by what became of them
 
     def add(
@@ -172,23 +163,18 @@ class Found(NamedTuple):
             raise ValueError("the chat template changes earlier answers: compare one at a time")
         self.columns[columns] = None
         self.keys.append(tuple(conversation.as_key() for conversation in conversations))
-        for conversation in conversations:
-            turns = conversation.turns
-            keys = {key for turn in turns for key in turn if turn[key] not in EMPTY} - KEYS
-            template = chat.tokenizer.chat_template or ""
-            self.unread.update(conversation.unread, (key for key in keys if key not in template))
-            self.num["with turns"] += bool(turns)
+        self.unread.update(*(conversation.unread for conversation in conversations))
         together = [*zip(*encoded, strict=False)]
-        left = ([Sample(*(part[:size] for part in one)) for one in both] for both in together)
-        made = [make_item(both) for both in left if all(one.learned.any() for one in both)]
+        cut = ([Sample(*(part[:size] for part in one)) for one in both] for both in together)
+        made = [make_item(both) for both in cut if all(one.learned.any() for one in both)]
         self.items.append([item for item in made if item is not None])
-        is_long = (any(len(tokens) > size for tokens, _ in both) for both in together)
-        self.num["truncated"] += sum(is_long)
+        self.num["with turns"] += any(conversation.turns for conversation in conversations)
         self.num["all"] += max(1, len(together))
+        self.num["truncated"] += sum(any(len(x.tokens) > size for x in both) for both in together)
         self.num["dropped"] += max(1, len(together)) - len(self.items[-1])
 
 
-def _describe(chat: Chat, found: Found, noun: str, has: str, limit: str) -> dict[str, str]:
+def describe(chat: Chat, found: Found) -> dict[str, str]:
     """Return lines of the plan about the rows and their chat template."""
     lines = {
         "data": f"{len(found.keys)} rows of {'; '.join(found.columns)}",
@@ -196,14 +182,9 @@ def _describe(chat: Chat, found: Found, noun: str, has: str, limit: str) -> dict
     }
     if chat.end is not None:
         lines["end"] = f"{chat.tokenizer.convert_ids_to_tokens(chat.end)} after an answer"
-    share = f"of {found.num['all']} {noun}s"
-    if num := found.num["truncated"]:
-        lines["truncated"] = f"{num} {share}, to {limit}"
-    if num := found.num["dropped"]:
-        lines["dropped"] = f"{num} {share}, which do not have {has}"
     if chat.unwritten:
         lines["asked"] = (
-            f"the template does not write {chat.unwritten!r}, with which it asks for an answer, "
+            f"the template asks for an answer with {chat.unwritten!r}, which it does not write "
             "before all answers: the model will be prompted with text that it never saw"
         )
     if found.unread:
@@ -211,11 +192,6 @@ def _describe(chat: Chat, found: Found, noun: str, has: str, limit: str) -> dict
     if chat.day:
         lines["date"] = f"{chat.day}, which the template writes, also in a resume on another day"
     return lines
-
-
-def ask_command(config: "LanguageConfig") -> str:
-    """Return the command that asks the finished run."""
-    return f"python -m trainkit.language.ask {shlex.quote(str(config.run_dir))}"
 
 
 def name_prompt(tokenizer: Any, sample: Sample) -> dict[str, list[int]]:

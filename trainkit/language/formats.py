@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
-from trainkit.errors import UsageError, as_usage_error
+from trainkit.errors import as_usage_error
 from trainkit.reading import splits
 from trainkit.reading.paths import is_read, read_here_or_from_hub, refuse_pipe
 from trainkit.text import count, nfc, shorten
@@ -33,10 +33,9 @@ TURN = ("from", "value", "tool_calls", "function_call")  # keys that become othe
 # Of a turn: those of OpenAI, LLaMA-Factory, Axolotl and ms-swift.
 WEIGHTS = ("weight", "loss_weight", "train", "loss")
 # What files call those who speak, in small letters.
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-ROLES |= {"model": "assistant", "function": "tool"}
-ROLES |= {"observation": "tool", "function_response": "tool"}
-ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant") | {"human": "user"}
+ROLES |= dict.fromkeys(("function", "observation", "function_response"), "tool")
 PREAMBLES = ("system", "developer")  # a conversation has one at most
 OPENING = (*PREAMBLES, "user")  # an answer does not begin with these
 
@@ -45,7 +44,7 @@ class Conversation(NamedTuple):
     """The turns of a conversation, as chat templates take them, or one text."""
 
     turns: list[Turn]  # the arguments of their calls of tools are values, and no JSON
-    num_prompt: int = 0  # turns, or letters of the text, at the start, of which none is learned
+    num_prompt: int = 0  # turns at the start, of which none is learned
     tools: Sequence[Any] = ()  # descriptions for the template
     text: str | None = None  # used instead of turns, without a chat template
     unread: tuple[str, ...] = ()  # columns of its row that are not empty and were not read
@@ -75,19 +74,13 @@ def read_chat_rows(
     found = splits.find_splits([*parts])
     names = {split: shorten(names) for split, names in found.items()}
     split, unread = splits.choose_evaluated(names, lambda _: True, bool(eval_data))
-    given = [row for part in found[split] for row in parts[part]] if split else []
-    name = names[split] if split else ""
+    train, given = (
+        [row for part in found.get(side, ()) for row in parts[part]] for side in ("train", split)
+    )
+    name = names.get(split, "")
     if eval_data:
         own, num, _ = read_chat_rows(eval_data, None, "--eval-data")
         given, name = own[-num:], f"--eval-data {eval_data}"
-    train = [row for part in found["train"] for row in parts[part]]
-    for where, row in train if flag == "--data" and not given else ():
-        said = row.get("split") if isinstance(row, dict) else None
-        if isinstance(said, str) and splits.find_split(said) in splits.EVALUATED:
-            raise UsageError(
-                f"{where} has the split {said!r}, and columns say no split: write these rows to a "
-                "file of their own and give it as --eval-data"
-            )
     told = f"{name}: {count(len(given), 'row')}" if name else ""
     return train + given, len(given), splits.describe_given(told, unread)
 
@@ -108,17 +101,13 @@ def _find_parts(data: str, where: str) -> dict[str, Rows]:
     with read_here_or_from_hub(data, where):
         loaded = splits.load_parts(data)
     named = {names or split: rows for split, (names, rows) in loaded.items()}
-    return {name: _number(_clean(rows), f"{data}, {name}") for name, rows in named.items()}
+    return {name: _number(rows, f"{data}, {name}") for name, rows in named.items()}
 
 
 def _number(rows: Iterable[Any], place: str) -> Rows:
+    """Yield the rows of a table, without the nulls for fields that only other rows have."""
     for number, row in enumerate(rows, 1):
-        yield f"row {number} of {place}", row
-
-
-def _clean(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Remove the nulls that a table holds for fields that only other rows have."""
-    return ({name: _without_nulls(cell) for name, cell in row.items()} for row in rows)
+        yield f"row {number} of {place}", _without_nulls(row)
 
 
 def _read_file(path: Path) -> Rows:
@@ -128,13 +117,14 @@ def _read_file(path: Path) -> Rows:
     a 1.5.
     """
     if path.suffix == ".parquet":
-        yield from _number(_clean(pq.read_table(path).to_pylist()), str(path))
+        yield from _number(pq.read_table(path).to_pylist(), str(path))
         return
     with as_usage_error(f"{path} is not in UTF-8, as JSON must be"):
         text = path.read_text("utf-8-sig")
     with contextlib.suppress(json.JSONDecodeError):
         rows = json.loads(text)
-        yield from _number(rows if isinstance(rows, list) else [rows], str(path))
+        rows = rows if isinstance(rows, list) else [rows]
+        yield from ((f"row {number} of {path}", row) for number, row in enumerate(rows, 1))
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -169,36 +159,35 @@ def read_chat(row: Any) -> tuple[str, Conversation]:
 def read_conversation(row: dict[str, Any], prompt: str, answer: str) -> Conversation:
     """Return the conversation that a row has in these columns; prompt may be "".
 
-    Turns may be given as JSON. A text without a prompt is used as it is.
-
-    Raises ValueError for a row that has something without which it would mean something else, and
-    what as_turns raises.
+    Turns may be given as JSON. The column "text" is used as it is. Raises ValueError for a row that
+    has something without which it would mean something else, and what as_turns raises.
     """
     if bad := [name for name in NOT_READ if row.get(name)]:
         raise ValueError(f"it has {bad[0]}, and only texts and turns are read: leave it out")
-    said = decode_turns(row[answer])
-    is_text = not prompt and (isinstance(said, str) or (answer == "text" and said is row[answer]))
+    if answer == "text":
+        unread = _name_unread(row, {answer})
+        return Conversation([], text=_join_parts(row[answer]), unread=unread)
     ends = INPUTS if prompt in ("instruction", "question") else ()
     inputs, tools, system = (
-        next((name for name in names if row.get(name) and not is_text), "")
-        for names in (ends, TOOLS, SYSTEM)
+        next((name for name in names if row.get(name)), "") for names in (ends, TOOLS, SYSTEM)
     )
-    read = {prompt, answer, inputs, tools, system, *LABELS, "chosen", "rejected"}
-    unread = tuple(str(name) for name in row if row[name] not in EMPTY and name not in read)
-    if is_text and answer in WHOLE:
-        raise ValueError(f"its {answer} are no turns, and no JSON of turns, but {said!r:.60}")
-    if is_text:
-        return Conversation([], text=_join_parts(said), unread=unread)
-    before = []
-    if prompt:
-        asked = [_join_parts(row[name] or "") for name in (prompt, inputs) if inputs]
-        before = as_turns("\n\n".join(filter(None, asked)) if inputs else row[prompt], "user")
-    after = as_turns(said, "assistant")
+    before = as_turns(row[prompt], "user") if prompt and not inputs else []
+    if inputs:
+        asked = "\n\n".join(filter(None, (_join_parts(row[x] or "") for x in (prompt, inputs))))
+        before = [{"role": "user", "content": asked}]
+    after = as_turns(row[answer], "" if answer in WHOLE else "assistant")
     if before and after and after[0]["role"] in OPENING:
         raise ValueError(f"its answer begins with a turn of {after[0]['role']}: leave that out")
     functions = _functions(tools, row[tools]) if tools else ()
+    unread = _name_unread(row, {prompt, answer, inputs, tools, system})
     conversation = Conversation(before + after, len(before), functions, unread=unread)
     return conversation.with_system(_join_parts(row[system]) if system else "")
+
+
+def _name_unread(row: dict[str, Any], read: set[str]) -> tuple[str, ...]:
+    """Return the columns that are not empty and that nobody reads."""
+    read |= {*LABELS, "chosen", "rejected"}
+    return tuple(str(name) for name in row if row[name] not in EMPTY and name not in read)
 
 
 def comparable(turns: list[Turn]) -> list[tuple[str, str, str]]:
@@ -209,40 +198,23 @@ def comparable(turns: list[Turn]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _join_parts(content: Any) -> str:
-    """Return a content as text: of the parts of OpenAI most templates would write Python's list."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError(f"it has no text, but {content!r:.60}")
-    parts = [part if isinstance(part, dict) else {"type": part} for part in content]
-    if bad := [part for part in parts if not isinstance(part.get("text"), str)]:
-        raise ValueError(f"a turn holds {bad[0].get('type')}, and only text can be learned from")
-    return "".join(part["text"] for part in parts)
-
-
 def as_turns(value: Any, role: str) -> list[Turn]:
-    """Return turns as templates take them: of a list, of one turn, or of a text that `role` says.
+    """Return turns as templates take them: of a list, of one turn, of these as JSON, or of a text.
 
-    Raises ValueError for others, for a picture, for a role that is not known and for calls of tools
-    that cannot be read.
+    role: who says a text; "" takes none. Raises ValueError for others, for a picture, for a role
+    that is not known and for calls of tools that cannot be read.
     """
-    value = decode_turns(value)
-    value = {"role": role, "content": value} if isinstance(value, str) else value
-    turns = [value] if isinstance(value, dict) else value
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+    turns = _decode(value)
+    turns = [turns] if isinstance(turns, dict) else turns
+    are_turns = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
+    if isinstance(value, str) and role:
+        # JSON may also be what is said.
+        say = are_turns and any({*turn} & {"content", "value"} for turn in turns)
+        speak = are_turns and all({*turn} & {"role", "from"} for turn in turns)
+        turns = turns if say and speak else [{"role": role, "content": value}]
+    elif not are_turns:
         raise ValueError(f"it has no text and no turns, but {value!r:.60}")
     return [_as_turn(turn) for turn in turns]
-
-
-def decode_turns(value: Any) -> Any:
-    """Return the turns that a text, or each text of a list, is as JSON; others as they are."""
-    found = _decode(value)
-    turns = [*map(_decode, found)] if isinstance(found, list) else [found]
-    keys = [{*turn} if isinstance(turn, dict) else set[str]() for turn in turns]
-    speak = all(names & {"role", "from"} for names in keys)
-    say = any(names & {"content", "value"} for names in keys)
-    return turns if speak and say else value
 
 
 def _as_turn(turn: dict[str, Any]) -> Turn:
@@ -257,10 +229,21 @@ def _as_turn(turn: dict[str, Any]) -> Turn:
         )
     if wrong := [name for name in WEIGHTS if turn.get(name) not in (None, 0, 1)]:
         raise ValueError(f"a turn has the {wrong[0]} {turn[wrong[0]]!r}: only 0 and 1 are read")
-    calls = _functions("calls of tools", calls)
-    content = _join_parts(content or ("" if calls else content))
     kept = {n: part for n, part in turn.items() if part is not None and n not in TURN}
-    return kept | {"role": role, "content": content} | ({"tool_calls": calls} if calls else {})
+    kept |= {"role": role, "content": _join_parts(content or ("" if calls else content))}
+    return kept | ({"tool_calls": _functions("calls of tools", calls)} if calls else {})
+
+
+def _join_parts(content: Any) -> str:
+    """Return a content as text: of the parts of OpenAI most templates would write Python's list."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"it has no text, but {content!r:.60}")
+    parts = [part if isinstance(part, dict) else {"type": part} for part in content]
+    if bad := [part for part in parts if not isinstance(part.get("text"), str)]:
+        raise ValueError(f"a turn holds {bad[0].get('type')}, and only text can be learned from")
+    return "".join(part["text"] for part in parts)
 
 
 def _functions(what: str, values: Any) -> list[dict[str, Any]]:
@@ -268,18 +251,13 @@ def _functions(what: str, values: Any) -> list[dict[str, Any]]:
     values = _decode(values)
     functions = []
     for value in values if isinstance(values, list) else [values]:
-        value = _decode(value)
         if not isinstance(value, dict):
             raise ValueError(f"its {what} are not JSON objects: {value!r:.60}")
-        function = value.get("function", value)
-        function = {name: part for name, part in function.items() if part is not None}
+        function = {n: x for n, x in value.get("function", value).items() if x is not None}
         if "arguments" in function:  # most templates would quote JSON once more
-            arguments = _decode(function["arguments"] or "{}")
-            if isinstance(arguments, str):
-                raise ValueError(
-                    f"the arguments of a call of a tool are not JSON: {arguments!r:.60}"
-                )
-            function = function | {"arguments": arguments}
+            given = function["arguments"] = _decode(function["arguments"] or {})
+            if isinstance(given, str):
+                raise ValueError(f"the arguments of a call of a tool are not JSON: {given!r:.60}")
         functions.append({"type": "function", "function": function})
     return functions
 

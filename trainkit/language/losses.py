@@ -15,9 +15,8 @@ def token_losses(
 ) -> torch.Tensor:
     """Return F.cross_entropy(logits, targets, reduction="none"), in float32, (n,).
 
-    The logits are those of model(**inputs) at these places alone. If there are more than MAX_LOGITS
-    of them, and allow_parts has found that the head may compute the losses, they are computed in
-    parts, and no logits are kept.
+    The logits are those of model(**inputs) at these places alone. More than MAX_LOGITS of them are
+    computed in parts and not kept, where allow_parts has allowed it.
 
     Args:
         model: a transformers model for causal language modelling, also as prepared by Accelerate.
@@ -26,7 +25,7 @@ def token_losses(
             them from tensors on the host: to count what a mask on a GPU selects would wait for it.
         inputs: input_ids and others.
     """
-    head, tokens = _head_of(model), inputs["input_ids"]
+    head, tokens = _owner_and_head(model)[1], inputs["input_ids"]
     if not getattr(head, "may_have_parts", False):
         mask = torch.zeros(tokens.numel(), dtype=torch.bool, device=tokens.device)
         mask = mask.index_fill(0, places, True).view_as(tokens)
@@ -49,10 +48,9 @@ def token_losses(
 
 
 def places_of(learned: torch.Tensor) -> torch.Tensor:
-    """Return the indices of the tokens that are learned, without the first of each row, int64.
+    """Return where learned[..., 1:].flatten() is true, int64.
 
-    They are those in learned[..., 1:].flatten(). Call this where batches are made, on the host: to
-    find them on a GPU would wait for it.
+    Call this where batches are made, on the host: to find them on a GPU would wait for it.
     """
     return learned[..., 1:].flatten().nonzero().squeeze(1)
 
@@ -64,7 +62,7 @@ def allow_parts(model: nn.Module) -> None:
     with known numbers in place of those of the layers and of the head. Call this before
     accelerator.prepare.
     """
-    head, owner = _head_of(model), _owner_of(model)
+    owner, head = _owner_and_head(model)
     if type(head) is not nn.Linear or owner.base_model is owner:
         return
     from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -83,21 +81,16 @@ def allow_parts(model: nn.Module) -> None:
         del owner.base_model.forward, head.forward
 
 
-def _owner_of(model: nn.Module) -> Any:
-    return next(part for part in model.modules() if hasattr(part, "get_output_embeddings"))
-
-
-def _head_of(model: nn.Module) -> Any:
-    return _owner_of(model).get_output_embeddings()
+def _owner_and_head(model: nn.Module) -> tuple[Any, Any]:
+    owner = next(part for part in model.modules() if hasattr(part, "get_output_embeddings"))
+    return owner, owner.get_output_embeddings()
 
 
 def _losses_in_parts(head: nn.Linear, targets: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Compute the losses of some tokens at a time, and again in backward, so no logits are kept.
 
-    torch's own F.linear_cross_entropy, of torch 2.13 and later, rounds each loss to the type of the
-    states, and in bfloat16 it takes more memory and on a CPU twice the time.
+    torch's own F.linear_cross_entropy rounds each loss to the type of the states.
     """
-
     kind = states.device.type
     is_cast = torch.is_autocast_enabled(kind)
 

@@ -17,11 +17,10 @@ SIZES = [13, 9, 11]  # of the samples with which a model is tried
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return the indices of the samples in each row, so that no row is longer than `size`.
+    """Return the indices of the samples in each row; none may be longer than `size`.
 
     The longest sample is placed first, each in the row in which it leaves the least room; among
-    equals the lower index comes first. So the rows depend on the lengths alone. No sample may be
-    longer than `size`.
+    equals the lower index comes first. So the rows depend on the lengths alone.
     """
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # what is free in each row, and its number, sorted
@@ -93,23 +92,17 @@ def keeps_apart(model: Any) -> bool:
     tokens %= len(model.get_input_embeddings().weight)
     positions = torch.cat([torch.arange(size, device=model.device) for size in SIZES])[None]
     last = SIZES[-1]
-    embedded: list[torch.Tensor] = []
-
-    def keep(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
-
-    hook = model.get_input_embeddings().register_forward_hook(keep)
     was_training = model.training
     model.eval()
     try:
         alone = model(input_ids=tokens[:, -last:], use_cache=False).logits[0]
-        row = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0, -last:]
-        (gradient,) = torch.autograd.grad(row.float().square().sum(), embedded[-1])
+        embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()
+        how = {"position_ids": positions, "use_cache": False}
+        row = model(inputs_embeds=embedded, **how).logits[0, -last:]
+        (gradient,) = torch.autograd.grad(row.float().square().sum(), embedded)
     except (TypeError, ValueError, RuntimeError):
         return False
     finally:
-        hook.remove()
         model.train(was_training)
     most = 0.001 if row.dtype == torch.float32 else 0.1  # of how much logits differ
     is_equal = (row - alone).abs().max() <= most * alone.std()

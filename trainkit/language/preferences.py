@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from trainkit.language.pretrained import LanguageConfig
 
 NUM_AT_ONCE = 8  # pairs of a batch
-SPLIT = "chosen and rejected, split where they begin to differ, as by TRL, in no chat template"
 
 
 class Pair(NamedTuple):
@@ -56,12 +55,9 @@ class PairBatch(NamedTuple):
 
 
 def load_pairs(config: "LanguageConfig") -> ChatSets:
-    """Make a training set and an evaluation set of --data, lists of Pair, and describe both.
+    """Make a training set and an evaluation set of --data, lists of Pair; see load_chats.
 
-    Evaluated is --eval-data, or a test split of --data, or else a tenth of the rows. Conversations
-    are truncated to --max-tokens, or to what the model takes if that is less. Pairs of which one
-    answer is truncated to nothing, or both are equal, are dropped and counted. Raises UsageError if
-    a set is left empty, or for a row that cannot be read, and says where it is.
+    Pairs of which one answer is truncated to nothing, or both are equal, are dropped and counted.
     """
 
     def make_pair(samples: Sequence[Sample]) -> Pair | None:
@@ -79,8 +75,7 @@ def read_pair(row: Any) -> tuple[str, tuple[Conversation, Conversation]]:
     """Return what is read, the chosen and the rejected conversation: they begin with one prompt.
 
     The row has chosen and rejected, as texts, turns or lists of turns, and the prompt in a column
-    of its own, at the start of both lists, or both. Two texts without a column of a prompt are
-    split where they begin to differ. Raises ValueError for others.
+    of its own, at the start of both lists, or both. Raises ValueError for others.
     """
     if not isinstance(row, dict) or not {"chosen", "rejected"} <= {*row}:
         raise ValueError("it has no chosen and rejected")
@@ -90,12 +85,9 @@ def read_pair(row: Any) -> tuple[str, tuple[Conversation, Conversation]]:
         prompt = as_turns(row[column], "user")[-1:] if column else []
         row = {name: value for name, value in row.items() if name != column}
         column = ""
+    elif not column:
+        raise ValueError("it has no prompt: give it in a column prompt, or as turns of both sides")
     chosen, rejected = (read_conversation(row, column, side) for side in ("chosen", "rejected"))
-    if chosen.text is not None and rejected.text is not None:
-        num = split_at(chosen.text, rejected.text)
-        return SPLIT, (chosen._replace(num_prompt=num), rejected._replace(num_prompt=num))
-    if chosen.text is not None or rejected.text is not None:
-        raise ValueError("one of chosen and rejected is a text, and the other has turns")
     num = num_equal(comparable(chosen.turns), comparable(rejected.turns))
     num = max(0, min(num, len(chosen.turns) - 1, len(rejected.turns) - 1))
     has_prompt = not prompt or comparable(prompt)[0] in comparable(chosen.turns[:num])
@@ -104,15 +96,6 @@ def read_pair(row: Any) -> tuple[str, tuple[Conversation, Conversation]]:
     turns = chosen.turns[:num] + rejected.turns[num:]
     both = chosen._replace(num_prompt=num), rejected._replace(num_prompt=num, turns=turns)
     return "chosen and rejected", both
-
-
-def split_at(chosen: str, rejected: str) -> int:
-    """Return where the prompt of two texts ends, by the rule of extract_prompt of TRL.
-
-    It is their first difference, or the space before it, and each answer has a letter or more.
-    """
-    num = max(0, min(num_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
-    return num - (chosen[:num][-1:] == " ")
 
 
 def collate_pairs(pairs: list[Pair]) -> PairBatch:
@@ -146,21 +129,18 @@ def warn_of_unlikely(metrics: dict[str, float], beta: float, pairs: Sequence[Pai
     now = {side: metrics[f"eval_{side}_logp"] for side in ("chosen", "rejected")}
     base = {side: now[side] - metrics[f"eval_{side}_reward"] / beta for side in now}
     num_tokens = sum(int(pair.chosen.learned.sum()) for pair in pairs) / len(pairs)
-    likely = max(base.values())
-    lost = max(now.values()) < likely - 1
-    remedy = "try --sft-weight 1, a lower --learning-rate or fewer steps"
+    lost = max(base.values()) - now["chosen"]
     if now["chosen"] < base["chosen"] - 1:
-        return (
-            f"chosen answers became unlikely: their mean log-probability is {now['chosen']:.4g}, "
-            f"by the base {base['chosen']:.4g}: {remedy}"
-        )
-    if lost and likely - now["chosen"] > log(2) * num_tokens:
-        return (
-            "neither answer is likely any more: the mean log-probability of chosen is "
-            f"{now['chosen']:.4g} and of rejected {now['rejected']:.4g}, by the base "
-            f"{base['chosen']:.4g} and {base['rejected']:.4g}: {remedy}"
-        )
-    return ""
+        what = "chosen answers became unlikely"
+    elif max(now.values()) < max(base.values()) - 1 and lost > log(2) * num_tokens:
+        what = "neither answer is likely any more"
+    else:
+        return ""
+    numbers = (f"{x['chosen']:.4g} and of rejected {x['rejected']:.4g}" for x in (now, base))
+    return (
+        f"{what}: the mean log-probability of chosen is {', by the base '.join(numbers)}: "
+        "try --sft-weight 1, a lower --learning-rate or fewer steps"
+    )
 
 
 def add_reference(
@@ -173,16 +153,14 @@ def add_reference(
     """Give each pair, in place, its row of compute(collate(pairs)); return their hash.
 
     The rows are computed once for these weights and pairs, and kept among the caches of `datasets`,
-    so that a resume has the same ones. The processes share them in batches that do not depend on
-    the number of processes. The hash is that of the weights and the pairs. Every process must call
-    this.
+    so that a resume has the same ones, and so has any number of processes. The hash is that of the
+    weights and the pairs. Every process must call this, before accelerator.prepare.
 
     Args:
-        model: whose weights `compute` uses, whole, so call this before accelerator.prepare.
+        model: whose weights `compute` uses. Afterwards it is in training mode.
         sets: lists of pairs.
         collate: makes tensors of pairs; they are moved to the device of the process.
-        compute: returns (n, 2), float32, for n pairs. It is called without gradients and
-            in evaluation mode; afterwards the model is in training mode.
+        compute: returns (n, 2), float32, for n pairs, without gradients and in evaluation mode.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.cpu_ram_efficient_loading:

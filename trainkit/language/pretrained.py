@@ -43,9 +43,8 @@ class LanguageConfig(TrainingConfig):
 def load_base(config: LanguageConfig, resize_embeddings: bool = False, dropout: bool = True) -> Any:
     """Return the causal language model of --base, in evaluation mode.
 
-    What is trained is float32. What --lora freezes has the type of the base, or with --load-4bit is
-    NF4 numbers (Dettmers and others 2023, arXiv 2305.14314) that are computed with in the type of
-    the YAML.
+    What is trained is float32. What --lora freezes has the type of the base, or with --load-4bit
+    is NF4 numbers (arXiv 2305.14314) that are computed with in the type of the YAML.
 
     Args:
         resize_embeddings: make rows for tokens of the tokenizer that the model lacks.
@@ -134,10 +133,9 @@ def write_pretrained(
     """Write RUN_DIR/pretrained: the weights of model.safetensors and the tokenizer.
 
     The weights of a whole model are written in the type of the base, with save_float32 as they were
-    trained. For a PeftModel it holds the adapter; with `merge` RUN_DIR/merged has the whole model
-    too. Every process must call this, before run.finish(), so that no finished run is without the
-    folder. The first model of the run must have save_pretrained; the tokenizer may be any processor
-    that has it.
+    trained. Of a PeftModel it is the adapter; with `merge` RUN_DIR/merged has the whole model too.
+    Every process must call this, before run.finish(). The first model of the run and the tokenizer,
+    or any processor, must have save_pretrained.
     """
     from transformers import AutoConfig
 

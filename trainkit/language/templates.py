@@ -1,8 +1,7 @@
 """Turn conversations into tokens by a chat template: which are learned, and what ends an answer."""
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import date, datetime, time
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -45,8 +44,7 @@ class Chat:
             chat = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "answer"}]
             after = self.render(chat).rpartition("answer")[2]
             tokens = tokenizer(after, add_special_tokens=False).input_ids
-            special = (token for token in tokens if token in tokenizer.added_tokens_decoder)
-            self.end = next(special, None)
+            self.end = next((x for x in tokens if x in tokenizer.added_tokens_decoder), None)
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Any] = (), ask: bool = False) -> str:
         """Return turns as text; with `ask` up to where the next answer begins."""
@@ -54,13 +52,8 @@ class Chat:
         if "strftime_now" in template:
             self.day = self.today.isoformat()
             template = _fix_date(self.today) + template
-        return self.tokenizer.apply_chat_template(
-            turns,
-            tools=tools or None,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=ask,
-        )
+        options = {"tools": tools or None, "chat_template": template, "add_generation_prompt": ask}
+        return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
 
     def hide(self, value: Any) -> Any:
         """Mark the special tokens in texts, so that `tokenize` takes them for text."""
@@ -74,25 +67,21 @@ class Chat:
 
         return encode_marked_chat(self.tokenizer, text)
 
-    def begin(self, text: str) -> list[int]:
-        """Return the tokens of a text that more may follow: BOS once, and no EOS at the end."""
-        tokens = self.tokenizer(text).input_ids
-        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if tokens[:2] == [bos, bos]:
-            tokens = tokens[1:]
-        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == eos else tokens
-
     def ask(self, prompt: str, system: str | None = None) -> list[int]:
         """Return the tokens up to where the answer to a prompt begins."""
         if self.tokenizer.chat_template:
             turns = Conversation([{"role": "user", "content": prompt}]).with_system(system).turns
             return self.tokenize(self.render(self.hide(turns), ask=True))
-        return self._ask_plainly(prompt)
-
-    def _ask_plainly(self, prompt: str) -> list[int]:
         # A token is predicted from those before it, so the first one of an answer needs one too.
         start = [self.tokenizer.eos_token_id, self.tokenizer.bos_token_id]
-        return self.begin(prompt) or [token for token in start if token is not None][:1]
+        return self._begin(prompt) or [token for token in start if token is not None][:1]
+
+    def _begin(self, text: str) -> list[int]:
+        """Return the tokens of a text that more may follow: BOS once, and no EOS at the end."""
+        tokens = self.tokenizer(text).input_ids
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        tokens = tokens[1:] if tokens[:2] == [bos, bos] else tokens
+        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == eos else tokens
 
     def encode(self, conversation: Conversation, size: int) -> list[Sample]:
         """Return samples in which the assistant's words are learned.
@@ -102,31 +91,32 @@ class Chat:
         begin after `size` tokens may be left out. Raises ValueError if something of the
         conversation would be lost, or answers cannot be told apart.
         """
-        turns = conversation.turns
-        eos = self.tokenizer.eos_token_id
-        end = [] if eos is None else [eos]
-        text, num = conversation.text, conversation.num_prompt
-        if text is not None and not num:
-            tokens = self.begin(text) + end
-            return [_sample(tokens, [(0, len(tokens))])]
-        if text is not None or not self.tokenizer.chat_template:
-            if not text and [turn["role"] for turn in turns] != ["user", "assistant"]:
-                raise ValueError("it has turns, and the tokenizer of --base has no chat template")
-            asked, said = (text[:num], text[num:]) if text else (x["content"] for x in turns)
-            ask = self._ask_plainly(asked)
-            answer = self.tokenizer(said, add_special_tokens=False).input_ids
-            answer += end if answer[-1:] != end else []
-            return [_sample(ask + answer, [(len(ask), len(ask + answer))])]
-        turns = [self._prepare(turn) for turn in turns]
+        if conversation.text is not None or not self.tokenizer.chat_template:
+            return [self._encode_plainly(conversation)]
+        turns = [self._prepare(turn) for turn in conversation.turns]
         answers: list[tuple[list[int], tuple[int, int]]] = []  # tokens up to its end, and its own
         for number in range(conversation.num_prompt, len(turns)):
             is_reached = not answers or len(answers[-1][0]) <= size
-            if is_learned(turns[number]) and is_reached:
+            if _is_learned(turns[number]) and is_reached:
                 answers.append(self._encode_answer(turns[: number + 1], conversation.tools))
         whole = answers[-1][0] if answers else []
         if answers and all(whole[: len(tokens)] == tokens for tokens, _ in answers):
             return [_sample(whole, [span for _, span in answers])]
         return [_sample(tokens, [span]) for tokens, span in answers]
+
+    def _encode_plainly(self, conversation: Conversation) -> Sample:
+        """Return the sample of a text, or without a chat template of a prompt and its answer."""
+        ask, turns, eos = [], conversation.turns, self.tokenizer.eos_token_id
+        if conversation.text is not None:
+            answer = self._begin(conversation.text)
+        elif [turn["role"] for turn in turns] == ["user", "assistant"]:
+            ask = self.ask(turns[0]["content"])
+            answer = self.tokenizer(turns[1]["content"], add_special_tokens=False).input_ids
+        else:
+            raise ValueError("it has turns, and the tokenizer of --base has no chat template")
+        if eos is not None and answer[-1:] != [eos]:
+            answer = [*answer, eos]
+        return _sample(ask + answer, [(len(ask), len(ask + answer))])
 
     def _prepare(self, turn: Turn) -> Turn:
         """Return a turn whose special tokens are hidden, without the one that will end it."""
@@ -142,36 +132,24 @@ class Chat:
         """Return the tokens of turns, and which of them are the last turn, an answer."""
         *before, turn = turns
         text = self.render(turns, tools)
+        ask = text[: max(0, text.find(turn["content"]))]
         if before:
             ask = self.render(before, tools, ask=True)
-        else:
-            ask = text[: max(0, text.find(turn["content"]))]
-        same = ask[: num_equal(ask, text)]
-        # Some templates write the end of a prompt differently if an answer follows it.
-        prompt = before[-1]["content"] if before else ""
-        if not _missing(ask, prompt) and _missing(same, prompt):
-            raise ValueError("the chat template changes the turn before an answer with the answer")
-        for call in (call for part in turns for call in part.get("tool_calls", ())):
-            arguments = call["function"].get("arguments", {})
-            if repr(arguments) in text and repr(arguments) != json.dumps(arguments):
-                raise ValueError(
-                    "the chat template writes the arguments of a call as Python does, "
-                    f"{arguments!r:.60}: let it write them by tojson"
-                )
         # Templates may leave out earlier thoughts, and write what tools return in other ways.
         parts = [part["content"] for part in before if part["role"] not in ("assistant", "tool")]
-        calls = [call for part in before for call in part.get("tool_calls", ())]
+        calls = [call for part in turns for call in part.get("tool_calls", ())]
         parts += [turn["content"], *(x["function"].get("name", "") for x in (*tools, *calls))]
-        unchanged = (
-            part for part, other in _others(turn) if self.render([*before, other], tools) == text
+        unwritten = (
+            name
+            for name, other in _others(turn).items()
+            if self.render([*before, turn | {name: other}], tools) == text
         )
-        if lost := _missing(text, *parts) or next(unchanged, ""):
+        if lost := _missing(text, *parts) or next(unwritten, ""):
             raise ValueError(
                 f"the chat template leaves out or changes {lost[:30]!r}: leave that out of the "
                 "row, or give a --base whose template writes it"
             )
-        if ask[len(same) :].strip():
-            self.unwritten = ask[len(same) :][-30:]
+        self.unwritten = ask[num_equal(ask, text) :].strip()[-30:] or self.unwritten
         tokens = self.tokenize(text)
         return tokens, (num_equal(self.tokenize(ask), tokens), len(tokens))
 
@@ -189,7 +167,7 @@ def _fix_date(day: date) -> str:
     )
 
 
-def is_learned(turn: Turn) -> bool:
+def _is_learned(turn: Turn) -> bool:
     """Return whether an assistant says this, and its weight, by which sets mark turns, is not 0."""
     return turn["role"] == "assistant" and all(turn.get(name, 1) != 0 for name in WEIGHTS)
 
@@ -200,18 +178,13 @@ def num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _others(turn: Turn) -> Iterator[tuple[str, Turn]]:
-    """Yield each call and each thought of a turn, as a text, and the turn with another one."""
-    calls = turn.get("tool_calls", [])
-    for number, call in enumerate(calls):
-        name, arguments = call["function"].get("name", ""), call["function"].get("arguments")
-        change: Turn = {"arguments": {}} if arguments else {"name": f"{name}_"}
-        other = call | {"function": call["function"] | change}
-        changed = [*calls[:number], other, *calls[number + 1 :]]
-        yield f"{name}({arguments})", turn | {"tool_calls": changed}
-    for name in THOUGHTS:
-        if turn.get(name):
-            yield f"{turn[name]}", turn | {name: f"{turn[name]}_"}
+def _others(turn: Turn) -> dict[str, Any]:
+    """Return other calls and other thoughts in place of those of a turn."""
+    others: dict[str, Any] = {name: f"{turn[name]}_" for name in THOUGHTS if turn.get(name)}
+    if calls := turn.get("tool_calls"):
+        changed = {"name": "_", "arguments": {}}
+        others["tool_calls"] = [call | {"function": call["function"] | changed} for call in calls]
+    return others
 
 
 def _missing(text: str, *parts: str) -> str:
