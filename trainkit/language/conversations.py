@@ -123,8 +123,7 @@ def make_sets(
             found.add(chat, size, *read(row), make_item)
     if not found.num["with turns"]:  # all are texts
         chat.end = tokenizer.eos_token_id
-    is_left = [*map(bool, found.items)]
-    sides, twice = hold_out_tenth(splits.number_equal(found.keys), is_left, num_given)
+    sides, twice = hold_out_tenth(splits.number_equal(found.keys), found.items, num_given)
     sets = [[item for row in side for item in found.items[row]] for side in sides]
     if len(rows) > 1 and not all(sets):
         raise UsageError(
@@ -202,14 +201,14 @@ def name_prompt(tokenizer: Any, sample: Sample) -> dict[str, list[int]]:
 
 
 def hold_out_tenth(
-    hashes: torch.Tensor, is_left: Sequence[bool], num_given: int
+    hashes: torch.Tensor, items: Sequence[Any], num_given: int
 ) -> tuple[list[list[int]], dict[str, str]]:
     """Return which rows are trained on and which are evaluated, in their order, and a plan line.
 
     Evaluated are the last `num_given` rows, or else a tenth; equal rows are on one side, unless all
-    are equal. hashes: of all rows. is_left: others are on no side.
+    are equal. hashes: of all rows. items: of each row; one without an item is on no side.
     """
-    rows = torch.tensor(is_left, dtype=torch.bool).nonzero().flatten()
+    rows = torch.tensor([*map(bool, items)], dtype=torch.bool).nonzero().flatten()
     is_given = rows >= len(hashes) - num_given
     sides = [rows[~is_given], rows[is_given]]
     if not num_given:
