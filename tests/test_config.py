@@ -167,7 +167,7 @@ def late(words):
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        ("--start-from gone", "--start-from gone cannot be read .docs/resume.md has the command"),
+        ("--start-from gone", "--start-from gone cannot be read .docs/resume.md says how"),
         ("--start-from pipe", "--start-from pipe cannot be read: it is not a file"),
         ("--start-from text", "--start-from text cannot be read .*header too large"),
         ("--resume gone", "--resume gone is not in run.checkpoints, and a run continues only"),

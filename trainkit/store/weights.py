@@ -49,7 +49,7 @@ def check_weights_file(path: Path) -> None:
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise UsageError(f"--start-from {path} cannot be read: it is not a file")
-    made = "docs/resume.md has the command that makes a safetensors file of one of torch.save"
+    made = "docs/resume.md says how to make a safetensors file of one of torch.save"
     with as_usage_error(f"--start-from {path} cannot be read ({made})"), safe_open(path, "pt"):
         pass
 
