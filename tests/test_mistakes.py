@@ -182,6 +182,10 @@ MISTAKES = {
         lambda s: (Numbers(), Subset(CountedStream(), range(9))),
         "the evaluation set is a CountedStream, whose samples have no index",
     ),
+    "make_sets: a stream with an index": (
+        lambda s: (Numbers(), type("Counted", (Numbers, CountedStream), {})()),
+        "the evaluation set is a Counted, whose samples have no index that is the same in any num",
+    ),
     "steps: over a loader of torch": (
         lambda s: s.run.steps(DataLoader(Numbers())),
         r"the training loader that make_loaders\(...\) made",

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
 from trainkit.checkpoints.content import held_in_memory, sample_parts, text_of
 from trainkit.config import TrainingConfig
@@ -30,11 +30,16 @@ def check_indexable(dataset: Any, name: str) -> None:
     reader = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
     makes_whole = hasattr(dataset, "__getitems__") or hasattr(dataset, "make_batch")
     by_index = reader is not Dataset.__getitem__ or makes_whole
-    if not (by_index and hasattr(dataset, "__len__")):
+    # litdata and streaming give a stream a length for each process, and an index of its own.
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream or not (by_index and hasattr(dataset, "__len__")):
         raise UsageError(
-            f"the {name} is a {type(dataset).__name__}, whose samples have no index, but an "
-            "exact resume begins in the middle of an epoch: use a data set that has len() and is "
-            "read by index, such as a list, numpy.memmap, datasets.Dataset or an index of files"
+            f"the {name} is a {type(dataset).__name__}, whose samples have no index that is the "
+            "same in any number of processes, but an exact resume begins in the middle of an "
+            "epoch: use a data set that has len() and is read by index, such as a list, "
+            "numpy.memmap, datasets.Dataset or trainkit.rows.ParquetRows; the tar files of "
+            "webdataset are read by index by wids.ShardListDataset, MDS by its reader "
+            "(docs/loop.md)"
         )
 
 
