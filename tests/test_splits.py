@@ -2,7 +2,6 @@
 
 import json
 import os
-import unicodedata
 
 import datasets
 import pandas as pd
@@ -400,19 +399,6 @@ def test_other_pictures_are_evaluated_where_classes_do_not_matter(tmp_path):
     assert (train, evaluated) == (5, 3)
     assert plan["evaluated on"] == f"--eval-data {tmp_path}/new: 3 pictures; not read: test"
     assert plan["twice"] == "1 of 3 pictures to evaluate on is also trained on"
-
-
-def test_a_list_in_another_form_of_unicode_names_the_pictures_of_a_folder(tmp_path):
-    on_disk, listed = "NFD", "NFC"
-    folder = tmp_path / unicodedata.normalize(on_disk, "caf\u00e9")
-    folder.mkdir()
-    rows = ["file_name,label"]
-    for value in range(10, 130, 10):
-        shaded(value).save(folder / unicodedata.normalize(on_disk, f"\u00e9{value}.png"))
-        rows.append(f"caf\u00e9/\u00e9{value}.png,{'ab'[value // 10 % 2]}")
-    (tmp_path / "metadata.csv").write_text(unicodedata.normalize(listed, "\n".join(rows)))
-    train, held_out, _ = pictures_of(tmp_path)
-    assert len(train) + len(held_out) == 12 and {*train} == {"a", "b"}
 
 
 SIDES = ["train"] * 12 + ["test"] * 5 + ["train"] * 3

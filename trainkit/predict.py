@@ -5,19 +5,13 @@ python predict.py runs/pictures folder/ --csv answers.csv
 python predict.py runs/regression table.csv
 python predict.py runs/text lines.txt
 python predict.py runs/mine --script ../mine/train_mine.py table.csv
-python predict.py runs/mnist --export
 python predict.py runs/mnist --export --push OWNER/NAME
 
 `python -m trainkit.predict` is the same in a folder without predict.py, after `pip install .`.
-
-The model is built by make_model(metadata) of the script that made the run, from the metadata that
-the script gave run.begin. metadata["input"], one of KINDS, decides how a file is turned into
-an input and an output into text. See docs/results.md for a script of your own.
+For a script of your own see docs/results.md.
 """
 
-import contextlib
 import importlib.util
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +43,7 @@ from tyro.conf import Positional
 
 from trainkit.config import flag, parse
 from trainkit.errors import UsageError, as_usage_error
-from trainkit.pictures import learn_framing, read_photo, read_photo_pixels, standardise
+from trainkit.pictures import is_picture, learn_framing, read_photo, read_photo_pixels, standardise
 
 # Of training scripts. An installed kit has none, and its neighbours are other packages.
 FOLDERS = (CLONE, CLONE / "examples") if CLONE else ()
@@ -133,28 +127,17 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
         find_kind = KINDS.get(metadata.get("input", ""))
         if hasattr(script, "answer"):
             find_kind, metadata["input"] = lambda: OwnPredictor, "file that answer() reads"
-        pretrained = run_dir / "pretrained"
-        if find_kind is None and (pretrained / "tokenizer_config.json").is_file():
-            raise UsageError(
-                f"{run_dir} is a language model: ask it with `python -m trainkit.language.ask "
-                f"{shlex.quote(str(run_dir))}`; transformers loads it from {pretrained}"
-            )
         if find_kind is None or not hasattr(script, "make_model"):
             raise UsageError(
                 f"{metadata['script']}.py made the run, and predict.py needs two things from it: "
                 "make_model(metadata), and answer(model, metadata, path) or, in what it gives "
-                f'run.begin, "input", one of {", ".join(KINDS)} (docs/results.md)'
+                f'run.begin, "input", one of {", ".join(KINDS)} (docs/results.md); a language '
+                f"model answers to `python -m trainkit.language.ask {run_dir}`"
             )
         kind = find_kind()
-        saved = load_file(run_dir / kind.weights)
-        weights = {plain_name(name): value for name, value in saved.items()}
-        # The model that the metadata describe is compared with the weights before it takes memory.
-        with contextlib.suppress(RuntimeError), torch.device("meta"):
-            described = name_without_compiler(script.make_model(metadata)).state_dict()
-            if shapes(described) != shapes(weights):
-                raise ValueError("its weights are not those of the model that it names")
+        weights = load_file(run_dir / kind.weights)
         model = name_without_compiler(script.make_model(metadata))
-        model.load_state_dict(weights)
+        model.load_state_dict({plain_name(name): value for name, value in weights.items()})
         predictor = kind(model, metadata, evaluated).eval().requires_grad_(False)
         predictor.open(script, run_dir)
         return predictor
@@ -183,11 +166,6 @@ def load_script(path: Path) -> Any:
     return script
 
 
-def shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
-    """Return the shape of each tensor."""
-    return {name: tensor.shape for name, tensor in weights.items()}
-
-
 @dataclass
 class Config:
     run_dir: Positional[Path]
@@ -209,7 +187,7 @@ class Config:
     export: bool = False
     """write RUN_DIR/export/: a model card, the weights, and model.onnx, which needs no PyTorch"""
     push: str | None = None
-    """OWNER/NAME, with --export: also upload the folder to the Hugging Face Hub"""
+    """OWNER/NAME: export, and upload the folder to the Hugging Face Hub"""
     license: str | None = None
     """with --export: of the weights, such as mit"""
 
@@ -217,21 +195,18 @@ class Config:
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict files, export the run, or do both."""
     config = parse(Config, argv)
-    if config.push and not config.export:
-        raise UsageError("--push needs --export")
-    if not config.files and not config.export:
+    exports = config.export or config.push
+    if not config.files and not exports:
         raise UsageError("name the files to predict, or --export")
     predictor = load_run(config.run_dir, config.script)
+    kind = predictor.metadata["input"]
     names = ("as_is", "encoding", "sheet", "header_row")
     options = {name: vars(config)[name] for name in names if vars(config)[name]}
+    for name in options.keys() - {*predictor.options}:
+        raise UsageError(f"{flag(name)} does not apply to a model whose input is a {kind}")
     if config.sheet:
         options["sheet"] = config.sheet.split(",")
-    for name in options.keys() - {*predictor.options}:
-        kind = predictor.metadata["input"]
-        raise UsageError(f"{flag(name)} does not apply to a model whose input is a {kind}")
-    if (config.run_dir / "checkpoints").exists() and not (config.run_dir / "DONE").exists():
-        print(f"{config.run_dir} has not finished: these weights are from the last time it did")
-    if config.export:
+    if exports:
         from trainkit.tools import export
 
         with as_usage_error(f"{config.run_dir} cannot be exported"):
@@ -243,7 +218,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(predictor, PixelClassifier):
         paths = [file for path in paths for file in find_pictures(path)]
     elif config.csv:
-        kind = predictor.metadata["input"]
         raise UsageError(f"--csv is for pictures, and the input of this model is a {kind}")
     predict_files(predictor, paths, options, config.csv)
 
@@ -257,8 +231,6 @@ def find_pictures(path: Path) -> list[Path]:
         if not path.is_dir():
             return [path]
         below = sorted((file for file in path.rglob("*") if file.is_file()), key=str)
-    from trainkit.pictures import is_picture  # here: pandas takes half a second
-
     pictures = [file for file in below if is_picture(file.relative_to(path))]
     if not pictures:
         raise UsageError(f"{path} is a folder with no picture files in it")
@@ -272,11 +244,8 @@ def predict_files(
 
     csv_path: a file for the answers for pictures too, a row for each, also for unusable ones.
     """
-    failed = 0
-    rows = []
+    rows: list[dict[str, Any]] = []
     for path in paths:
-        if "stdout" in startup.LOST and csv_path is None:  # nobody reads the answers any more
-            break
         row: dict[str, Any] = {"file": str(path)}
         try:
             with as_usage_error(f"{path} cannot be used"):
@@ -286,17 +255,16 @@ def predict_files(
                 else:
                     answer, more = predictor.answer_file(path, **options)
                     row |= more
-            print(printable(answer), flush=True)
         except UsageError as error:
             if len(paths) == 1 and csv_path is None:
                 raise
-            failed += 1
             row["error"] = str(error)
-            print(printable(f"error: {error}"), flush=True)
+            answer = f"error: {error}"
+        print(printable(answer), flush=True)
         rows.append(row)
     if csv_path is not None:
         print(printable(tables.write_answers(csv_path, rows)))
-    if failed:
+    if failed := sum("error" in row for row in rows):
         raise UsageError(f"{failed} of {len(paths)} files cannot be used")
 
 

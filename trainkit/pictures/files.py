@@ -19,7 +19,6 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainkit.pictures.flags import Fit
-from trainkit.reading.paths import find_spelt
 
 # The formats that Pillow reads without help; for an EPS file it would start Ghostscript.
 PILLOW_FORMATS = ["PNG", "JPEG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "JPEG2000", "ICO", "AVIF"]
@@ -44,7 +43,7 @@ def source_of(cell: dict[str, Any] | None) -> BytesIO | Path:
     content, path = (cell or {}).get("bytes"), (cell or {}).get("path")
     if not (content or path):
         raise ValueError("there is no picture in it")
-    return BytesIO(content) if content else find_spelt(Path(path or ""))
+    return BytesIO(content) if content else Path(path or "")
 
 
 def open_upright(

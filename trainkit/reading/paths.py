@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from trainkit.errors import UsageError, as_usage_error, is_main_rank
-from trainkit.text import count, nfc
+from trainkit.text import count
 
 # A part of the path that begins with . or _, by which Spark and Hive hide files, such as
 # .ipynb_checkpoints, ._part, _temporary and _delta_log; but not _year=2020, which is a partition.
@@ -49,27 +49,6 @@ def refuse_pipe(path: Path, where: str) -> None:
         is_pipe = path.exists() and not path.is_file() and not path.is_dir()
     if is_pipe:
         raise UsageError(f"{where} is not a file: write it into one first")
-
-
-def find_spelt(path: Path) -> Path:
-    """Return a path as it is spelt on the disk, where names may be in another form of Unicode.
-
-    Zips of macOS have NFD, and lists of files are mostly NFC. What is not there in any form is
-    returned as it is.
-    """
-    if path.exists():
-        return path
-    found = Path(path.anchor)
-    for part in path.parts[bool(path.anchor) :]:
-        inside = found / part
-        found = inside if inside.exists() else found / _names_in(found).get(nfc(part), part)
-    return found
-
-
-@cache
-def _names_in(folder: Path) -> dict[str, str]:
-    """Return the names in a folder by their form in NFC."""
-    return {nfc(path.name): path.name for path in folder.iterdir()} if folder.is_dir() else {}
 
 
 def is_read(path: str) -> bool:

@@ -52,7 +52,6 @@ class TabM(nn.Module):
         self.register_buffer("scale", torch.zeros(()))
         num_inputs = len(edges) + len(bins)
         groups = NUM_FOLDS, NUM_MEMBERS, 1
-        # In place: where predict.py asks for shapes alone, the rest imports the compiler, 1.1 s.
         signs = torch.empty(*groups, num_inputs).random_(0, 2).mul_(2).sub_(1)
         self.signs = nn.Parameter(signs)  # of the inputs of each member, which makes them differ
         self.weights = nn.ParameterList()

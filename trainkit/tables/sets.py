@@ -124,13 +124,13 @@ def make_table_sets(config: TableConfig) -> TableSets:
     metadata["missing_values"] = config.missing_values
     inputs, scale = standardise_columns("feature", encode(rows.table, columns)[0], train)
     metadata |= scale | describe_columns(learned, rows.targets)
+    targets = np.stack([read_target(rows.table, column) for column in rows.targets], 1)
     if classes:
-        outputs = number_classes(rows)
+        outputs = torch.from_numpy(targets[:, 0]).long()
         plan |= describe_classes(outputs[train], outputs[test], classes, "row")
         metadata["classes"] = classes
     else:
-        numbers, _ = encode(rows.table, rows.targets)
-        outputs, scale = standardise_columns("target", numbers, train)
+        outputs, scale = standardise_columns("target", targets, train)
         metadata |= scale
     train_set = InMemory(inputs[train], outputs[train], fold)
     metadata["edges"] = network.find_edges(train_set.tensors[0])
@@ -165,7 +165,7 @@ def read_used_rows(config: TableConfig) -> UsedRows:
     default_marks = ",." if whole.attrs.get("separator") == ";" else ".,"
     how = config.categorical, config.decimal or default_marks
     targets = find_targets(table, config, how)
-    lacking = np.any([~has_target(table, column) for column in targets], axis=0)
+    lacking = np.any([np.isnan(read_target(table, column)) for column in targets], axis=0)
     told = f"{Path(str(config.data)).name} ({part})" if part else Path(str(config.data)).name
     if lacking.any():
         words = shorten(["no target", *map(repr, table.loc[lacking, target[0]].dropna().unique())])
@@ -211,10 +211,13 @@ def find_targets(
     return columns
 
 
-def has_target(table: pd.DataFrame, column: Column) -> np.ndarray:
-    """Return which rows have this target."""
-    cells = pd.Series(read_cells(table[column.name], column))
-    return (cells.isin(column.categories) if column.categories else cells.notna()).to_numpy()
+def read_target(table: pd.DataFrame, column: Column) -> np.ndarray:
+    """Return the number, or the number of the class, of each row, float64; NaN: it has none."""
+    cells = read_cells(table[column.name], column)
+    if column.categories is None:
+        return cells
+    numbers = pd.Index(column.categories).get_indexer(cells)
+    return np.where(numbers < 0, np.nan, numbers)
 
 
 def split_and_learn(
@@ -226,7 +229,8 @@ def split_and_learn(
     """
     num_rows, given = len(rows.table), rows.given
     if given is None:
-        labels = number_classes(rows) if rows.targets[0].categories else None
+        target = torch.from_numpy(read_target(rows.table, rows.targets[0]))
+        labels = target.long() if rows.targets[0].categories else None
         sides = splits.hold_out(num_rows, config.test_fraction, labels, seed=config.data_seed)
         train, test = (side.sort().values for side in sides)
     else:
@@ -274,13 +278,6 @@ def hash_rows(rows: UsedRows, learned: list[Column]) -> tuple[torch.Tensor, bool
     num_possible = math.prod(max(1, number) for number in cells.nunique())
     hashes = pd.util.hash_pandas_object(cells, index=False).to_numpy().view(np.int64)
     return torch.from_numpy(hashes.copy()), num_possible <= len(cells)
-
-
-def number_classes(rows: UsedRows) -> torch.Tensor:
-    """Return the number of the class of each row, int64."""
-    column = rows.targets[0]
-    texts = read_cells(rows.table[column.name], column)
-    return torch.from_numpy(pd.Index(column.categories).get_indexer(texts))
 
 
 def describe_columns(learned: list[Column], targets: list[Column]) -> dict[str, Any]:

@@ -85,8 +85,6 @@ class Bag(nn.Module):
 
     def __init__(self, num_pieces: int, num_classes: int):
         super().__init__()
-        # By itself it draws weights: where predict.py asks for shapes alone, that imports torch's
-        # compiler, 1.4 s.
         zeros = torch.zeros(num_pieces, num_classes)
         self.table = nn.EmbeddingBag.from_pretrained(zeros, freeze=False, mode="sum")
         self.register_buffer("rarity", torch.ones(num_pieces))
