@@ -26,8 +26,7 @@ FILE_NAME = re.compile(
 def read_here_or_from_hub(name: str, where: str) -> Iterator[None]:
     """Turn what goes wrong in the body, which reads a path or a Hub id, into a UsageError.
 
-    A name that is not here and can be none on the Hub is refused before the body. where: begins the
-    sentence.
+    A name that is not here and can be none on the Hub is refused before.
     """
     what = f"{where} cannot be read"
     # Path.exists raises OSError for a name that is too long.
@@ -40,10 +39,7 @@ def read_here_or_from_hub(name: str, where: str) -> Iterator[None]:
 
 
 def refuse_pipe(path: Path, where: str) -> None:
-    """Raise UsageError if this is there, but neither a file nor a folder.
-
-    A pipe would be waited for, and most files are read twice. where: begins the sentence.
-    """
+    """Raise UsageError for a pipe and its like, which would be waited for."""
     is_pipe = False
     with suppress(OSError):  # of a name that is too long, which whoever opens it says
         is_pipe = path.exists() and not path.is_file() and not path.is_dir()
@@ -52,12 +48,12 @@ def refuse_pipe(path: Path, where: str) -> None:
 
 
 def is_read(path: str) -> bool:
-    """Return whether a file is read. path: relative to the folder that was named, with / in it."""
+    """Return whether a file is read, by its path below the folder that was named."""
     return not HIDDEN.search(path)
 
 
 def select_read(paths: Sequence[str], where: str) -> list[str]:
-    """Return the paths that are read. Prints once how many are not; `where` begins that line."""
+    """Return the paths that are read, and print once how many are not."""
     if hidden := [path for path in paths if not is_read(path)]:
         _tell(f"{where}: {count(len(hidden), 'hidden file')} not read, such as {hidden[0]}")
     return [path for path in paths if is_read(path)]

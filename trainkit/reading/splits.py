@@ -28,7 +28,7 @@ FORMS = (r"({})([-_.]?\d+[-_]of[-_]\d+)?(\.\w+)*", r"(.*[\W\d_])?({})([\W\d_].*)
 
 
 def find_split(name: str, whole: bool = False) -> str:
-    """Return the split that a relative path or the name of a part is called, or "".
+    """Return the split that a path or part is called, or "".
 
     A part of the path that is such a word counts before one that contains it (dev-set/train.csv is
     to train on), and with whole nothing else.
@@ -42,13 +42,12 @@ def find_split(name: str, whole: bool = False) -> str:
 
 
 def find_splits(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return which of these files or parts are the split "train", and "test" and "validation".
+    """Return which of these files or parts are each split; "" are those in none: not read.
 
-    All are "train" if their names tell no split. "" are those in none, which are not read. What has
-    no name of a split is trained on if nothing is called train, and what is called dev or
-    validation is if there is also a test split, but nothing else. Beside a part called train, one
-    called train_10pct is in none: it would repeat rows. So would train_sft and train_gen: two such
-    parts of a data set, or the shards of two, are refused.
+    All are "train" if their names tell no split. If nothing is called train, it is what has no name
+    of a split, or else the validation beside a test. Beside a part called train, one called
+    train_10pct is in none: it would repeat rows. So would train_sft and train_gen, which are
+    refused.
     """
     splits: dict[str, list[str]] = {}
     for name in names:
@@ -75,12 +74,10 @@ def find_splits(names: Sequence[str]) -> dict[str, list[str]]:
 def choose_evaluated(
     names: dict[str, str], is_labelled: Callable[[str], bool], other: bool
 ) -> tuple[str, list[str]]:
-    """Return the split to evaluate on, "" if none is, and what is not read.
+    """Return the split to evaluate on, "" if none is or `other` data are, and what is not read.
 
-    It is the first of test and validation that is labelled: in many sets nothing is known of the
-    rows called test that a prediction could be compared with.
-
-    names: which files or parts each split has. is_labelled: of a split. other: none of these.
+    It is the first that is labelled: in many sets those called test are not. names: of the files or
+    parts of each split.
     """
     chosen = ""
     unread = [names[""]] if "" in names else []
@@ -135,8 +132,8 @@ def hold_out(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows to train and to evaluate on, int64, in an order that only `seed` changes.
 
-    About this share of each class is evaluated, and never all of one. Without labels it is this
-    share of all rows; with a number it is that many, of any class.
+    About this share of each class, or of all rows without labels, is evaluated, and never all of a
+    class; with a number it is that many rows.
     """
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
     positions = torch.arange(num_rows)
@@ -155,9 +152,8 @@ def keep_equal_on_one_side(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both sides with equal rows, by their hashes, on the side of the first of them.
 
-    If a row has more copies than there are rows to evaluate on, all of them are trained on, unless
-    nothing would be left: then the copies of the row with the fewest are evaluated. Rows that moved
-    are last.
+    More copies of a row than are to be evaluated are trained on, unless no row would be left: then
+    the row with the fewest copies is evaluated.
     """
     _, group, sizes = hashes.unique(return_inverse=True, return_counts=True)
     held_out = torch.zeros(len(hashes), dtype=torch.bool)

@@ -59,11 +59,9 @@ class LaneOrder:
 
     The shuffled row groups form a line, which is split into lanes of equal length. Each lane fills
     its own slots in every batch, so that a process reads only what its slots need. Within a lane
-    the rows of about WINDOW row groups are mixed at a time. The end of the line, which does not
-    fill a batch, comes last.
+    the rows of about WINDOW row groups are mixed at a time. The end of the line comes last.
 
-    Args:
-        sizes: the number of rows of each row group, int64.
+    sizes: the number of rows of each row group, int64.
     """
 
     def __init__(self, sizes: torch.Tensor, batch_size: int, seed: int):

@@ -128,10 +128,9 @@ def read_cells(values: pd.Series, column: Column) -> np.ndarray:
 
 
 def find_kind(values: pd.Series, categorical: Sequence[str], marks: str) -> Column:
-    """Return a column of numbers, of dates, or of texts (without the texts).
+    """Return a column of numbers or dates, if at most one cell in ten is neither, or of texts.
 
-    It holds numbers or dates if at most one cell in ten reads as neither; such cells count as
-    missing. marks: the decimal marks it may have, the likely one first.
+    marks: the decimal marks that it may have, the likely one first.
     """
     name = str(values.name)
     cells = values[values.notna() & ~values.isin(MISSING)]
@@ -158,10 +157,7 @@ def find_kind(values: pd.Series, categorical: Sequence[str], marks: str) -> Colu
 def learn_column(
     values: pd.Series, train: np.ndarray, categorical: Sequence[str], marks: str
 ) -> Column:
-    """Learn from its training rows how a feature is encoded, or why it is left out.
-
-    A missing number becomes the mean. categorical, marks: see find_kind.
-    """
+    """Learn from its training rows how a feature is encoded, or why it is left out."""
     column = find_kind(values, categorical, marks)
     cells = read_cells(values, column)
     lacking = pd.isna(cells)
@@ -200,10 +196,7 @@ def empty_cells(table: pd.DataFrame, missing: Sequence[str]) -> pd.DataFrame:
 
 
 def ask_missing(numbers: np.ndarray) -> dict[int, int]:
-    """Return what may mean a missing value, and in how many rows.
-
-    It is in CODES, repeats, and lies further from all others than these are apart.
-    """
+    """Return codes that repeat, further from all others than these are apart, with their counts."""
     counts = Counter(numbers[np.isfinite(numbers)].tolist())
     codes = {*counts} & {*CODES}
     if not codes or len(counts) < len(codes) + 2:

@@ -42,8 +42,7 @@ class TableRows(Predictor):
     def predict_file(self, path: Path, **options: Any) -> str:
         """Write TABLE_predictions.csv: the rows of a table and the columns of answer_rows.
 
-        Returns its path, what to know about these rows, and the first of them. Raises UsageError,
-        also if no row can be predicted. options: as in training if they are not given.
+        Returns its path, what to know about these rows, and the first of them. Raises UsageError.
         """
         where, metadata = str(path), self.metadata
         if not path.exists():

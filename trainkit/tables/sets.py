@@ -179,10 +179,7 @@ def read_used_rows(config: TableConfig) -> UsedRows:
 def find_targets(
     table: pd.DataFrame, config: TableConfig, how: tuple[list[str], str]
 ) -> list[Column]:
-    """Return how the targets are read: as numbers, or the only one as classes.
-
-    It is classes if it holds texts or just two different values, or is named in --categorical.
-    """
+    """Return how the targets are read: as numbers, or one of texts or two values as classes."""
     columns = [find_kind(table[name], *how) for name in config.target]
     for column in columns:
         what = f"{config.where}: column {column.name!r}"
@@ -223,10 +220,7 @@ def read_target(table: pd.DataFrame, column: Column) -> np.ndarray:
 def split_and_learn(
     rows: UsedRows, config: TableConfig
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor, list[Column], dict[str, str]]:
-    """Return the rows to train and to evaluate on, the folds of the former, columns, the plan.
-
-    Equal rows are on one side and in one fold. Raises UsageError.
-    """
+    """Return the rows of both sides, folds, columns, the plan; equal rows are in one fold."""
     num_rows, given = len(rows.table), rows.given
     if given is None:
         target = torch.from_numpy(read_target(rows.table, rows.targets[0]))
@@ -269,9 +263,9 @@ def learn_columns(rows: UsedRows, train: np.ndarray, config: TableConfig) -> lis
 
 
 def hash_rows(rows: UsedRows, learned: list[Column]) -> tuple[torch.Tensor, bool]:
-    """Return a hash of what is used of each row, and whether some rows must be equal.
+    """Return a hash of what is used of each row, and whether some must be equal, being no copies.
 
-    They must if the columns allow fewer distinct rows than there are: equal ones are no copies.
+    They must if the columns allow fewer distinct rows than there are.
     """
     used = [column for column in (*learned, *rows.targets) if not column.problem]
     cells = pd.DataFrame({c.name: read_cells(rows.table[c.name], c) for c in used})
@@ -294,10 +288,7 @@ def describe_columns(learned: list[Column], targets: list[Column]) -> dict[str, 
 def standardise_columns(
     name: str, numbers: np.ndarray, train: np.ndarray, as_is: bool = False
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return numbers with the mean 0 and the deviation 1 in the training rows, and metadata.
-
-    name: feature or target. as_is: the numbers are not changed.
-    """
+    """Return numbers with the mean 0 and the deviation 1 in the training rows, and metadata."""
     rows = numbers[train]
     means, std = rows.mean(0), rows.std(0)
     mean = np.zeros_like(means) if as_is else means

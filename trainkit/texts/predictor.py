@@ -36,15 +36,12 @@ class TextPredictor(Classifier):
         return self.collate([(tokens, 0) for tokens in self.tokenize([text])]), ""
 
     def predict_file(self, path: Path, **options: Any) -> str:
-        """Return a line for each text of the file: its number, and the answer of Classifier.
-
-        Of lines without a text that follow one another the first is named.
-        """
+        """Return a line for each text of the file: its number, and the answer of Classifier."""
         options = self.metadata.get("read_options", {}) | options
         lines = texts.read_texts(path, self.metadata.get("text"), **options)
         answers = [
-            f"{path}:{number}: {self.describe(self(self.read(line)[0])[0]) if line else 'no text'}"
+            f"{path}:{number}: {self.describe(self(self.read(line)[0])[0])}"
             for number, line in enumerate(lines, 1)
-            if line or number == 1 or lines[number - 2]
+            if line
         ]
         return "\n".join(answers) or f"{path}: no text"

@@ -157,9 +157,10 @@ def labelled_texts(
 ) -> tuple[list[tuple[str, str]], str]:
     """Return text and label of the rows that have both, and how many were left out."""
     rows = frames.choose_columns(table, columns, where)
-    pairs = [*zip(*(map(clean, rows[name]) for name in columns), strict=True)]
+    texts, labels = (map(clean, rows[name]) for name in columns)
+    pairs = zip(texts, map(frames.as_text, labels), strict=True)
     used = [(text, label) for text, label in pairs if text and label]
-    num = len(pairs) - len(used)
+    num = len(rows) - len(used)
     return used, f", {count(num, 'row')} dropped: no text or no label" if num else ""
 
 
@@ -183,35 +184,26 @@ def describe_texts(
 def choose_order(
     samples: Sequence[tuple[torch.Tensor, int]], config: TextConfig
 ) -> tuple[torch.Tensor | None, Order | None]:
-    """Return the weight of each text, by which --balance draws all classes equally often, or None.
-
-    Also returns the order for an encoder, whose batches have texts of similar lengths, or None.
-    """
+    """Return the weight of each text for --balance, or the order of similar lengths for --base."""
     if config.balance:
         labels = torch.tensor([label for _, label in samples])
         return 1 / labels.bincount().double()[labels], None
-    if config.base:
-        lengths = [len(tokens) for tokens, _ in samples]
-        return None, by_length(lengths, config.batch_size, config.seed)
-    return None, None
+    lengths = [len(tokens) for tokens, _ in samples]
+    return None, by_length(lengths, config.batch_size, config.seed) if config.base else None
 
 
 def fit_bag(config: TextConfig, num_train: int) -> dict[str, str]:
     """Set epochs, batch size and rate of a bag where they are UNSET; return a line of the plan.
 
-    A step goes over the whole table, whatever the texts in it, so that many small steps take most
-    of the time: for many texts, batch size and rate are larger by the same factor, at most 8,
-    unless the user chose one of them. A few texts are read more often.
+    A step goes over the whole table, so many small steps would take most of the time: for many
+    texts, batch size and rate are larger by the same factor. A few texts are read more often.
     """
     epochs = min(20, max(5, 5 * bags.FEW // num_train))
     is_chosen = any((config.batch_size, config.learning_rate, config.scale_lr))
     factor = 1 if is_chosen else min(8, max(1, num_train // MANY))
-    is_usual = factor == 1 and (epochs == 5 or config.epochs is not None)
     sizes = {"epochs": epochs, "batch_size": 60 * factor, "learning_rate": 8.0 * factor}
     flags = config.set_unset(sizes)
-    if is_usual:
-        return {}
-    return {"size": f"{count(num_train, 'text')} to train on: {flags}"}
+    return {"size": f"{count(num_train, 'text')} to train on: {flags}"} if flags else {}
 
 
 def tokenize(texts: Sequence[str], max_tokens: int | None, tokenizer: Any) -> list[torch.Tensor]:
