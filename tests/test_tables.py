@@ -279,7 +279,7 @@ def test_what_a_prediction_cannot_know_is_said(model, here):
         model.predict_file(path)
     assert "not in the training rows" not in model.predict_file(path, encoding="cp1252")
     for change, sentence in (
-        ({"predicted_y": 1}, "has a column 'predicted_y' already"),
+        ({"predicted_y": 1}, "has predictions already: ValueError: columns overlap"),
         ({"area": "$1"}, r"no row can be predicted: row 1 \(column 'area': '\$1' is not"),
     ):
         frame(5).assign(**change).to_csv(path, index=False)

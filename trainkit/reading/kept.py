@@ -25,13 +25,8 @@ def compute_once(
 ) -> torch.Tensor:
     """Return float32 rows of this shape: those in the cache, or else computed and written there.
 
-    The processes share the batches, which do not depend on the number of processes. Every process
-    must call this.
-
-    Args:
-        name: names the file in the cache: what the rows depend on.
-        num_at_once: rows of a batch.
-        compute: returns the rows of a slice, on any device. It is called without gradients.
+    The processes share the batches of num_at_once rows. Every process must call this. name: of the
+    file in the cache. compute: returns the rows of a slice, on any device, without gradients.
     """
     path = Path(datasets.config.HF_DATASETS_CACHE, f"{name}.safetensors")
     rows = torch.zeros(shape)

@@ -1,10 +1,8 @@
 """A network for the rows of a table: a linear model, and what members that share weights add to it.
 
 Numbers are embedded piecewise (Gorishniy and others, 2022, arXiv:2203.05556), and members share
-most of their weights (Gorishniy and others, 2024, TabM, arXiv:2410.24210). The linear model is
-solved before training, and the members begin with an output of zero. The rows are dealt into folds,
-and each group of members does not learn from one of them: what it says of that fold decides how far
-the members are trusted, so that every row is both learned from and judged by.
+most of their weights (Gorishniy and others, 2024, TabM, arXiv:2410.24210). Each group of members
+does not learn from one fold of the rows, which decides how far the members are trusted.
 """
 
 from collections.abc import Callable

@@ -45,8 +45,6 @@ class TableRows(Predictor):
         Returns its path, what to know about these rows, and the first of them. Raises UsageError.
         """
         where, metadata = str(path), self.metadata
-        if not path.exists():
-            raise UsageError(f"{where} cannot be read: there is no such file")
         rows = frames.read_table(where, where, **(metadata.get("read_options", {}) | options))
         columns = [Column(**column) for column in metadata["columns"]]
         table = frames.choose_columns(rows, [column.name for column in columns], where)
@@ -57,11 +55,10 @@ class TableRows(Predictor):
             raise UsageError(f"{where}: no row can be predicted: {name_rows(why) or 'it has none'}")
         predictions = pd.DataFrame(self.answer_rows(torch.from_numpy(inputs)))
         predictions.loc[[*why]] = np.nan
-        if taken := [name for name in predictions if name in rows]:
-            raise UsageError(f"{where} has a column {taken[0]!r} already: rename or remove it")
+        with as_usage_error(f"{where} has predictions already"):
+            rows = rows.join(predictions)
         stem = Path(path.stem).stem if path.suffix.lower() in frames.COMPRESSED else path.stem
         output = path.with_name(f"{stem}_predictions.csv")
-        rows = rows.join(predictions)
         write_rows(rows, output)
         notes = [f"{output}{describe_unknown(table, columns)}"]
         if outside := find_outside(inputs, metadata):

@@ -12,16 +12,8 @@ import torch
 from trainkit.config import UNSET, Fraction, NonNegative, ReadOnlyIf, Rule, Seed
 from trainkit.errors import UsageError
 from trainkit.numbers.loaders import InMemory
-from trainkit.reading import splits
+from trainkit.reading import frames, splits
 from trainkit.reading.flags import FileConfig, Names, comma_separated
-from trainkit.reading.frames import (
-    MAX_SHOWN,
-    as_text,
-    choose_columns,
-    choose_evaluated_table,
-    find_nested,
-    read_parts,
-)
 from trainkit.reading.recall import describe_classes
 from trainkit.tables import network
 from trainkit.tables.columns import (
@@ -117,7 +109,9 @@ def make_table_sets(config: TableConfig) -> TableSets:
     columns = [column for column in learned if not column.problem]
     if not columns:
         said = [f"{column.name} ({column})" for column in learned] or ["there are no others"]
-        raise UsageError(f"{config.where}: no column can be used: {shorten(said, MAX_SHOWN)}")
+        raise UsageError(
+            f"{config.where}: no column can be used: {shorten(said, frames.MAX_SHOWN)}"
+        )
     classes = rows.targets[0].categories
     metadata: dict[str, Any] = {"input": "table_class" if classes else "table"}
     metadata["read_options"] = config.read_options
@@ -142,24 +136,24 @@ def make_table_sets(config: TableConfig) -> TableSets:
 def read_used_rows(config: TableConfig) -> UsedRows:
     """Return the rows of --data, and of --eval-data or a split of it. Raises UsageError."""
     where, target = config.where, config.target
-    parts = read_parts(str(config.data), where, **config.read_options)
+    parts = frames.read_parts(str(config.data), where, **config.read_options)
     whole, part = parts.tables["train"], parts.names["train"]
     if not target:
-        known = shorten([*map(repr, whole)], MAX_SHOWN)
+        known = shorten([*map(repr, whole)], frames.MAX_SHOWN)
         raise UsageError(f"{where}: choose the column to predict with --target: {known}")
-    choose_columns(whole, [*config.categorical, *target], where)
+    frames.choose_columns(whole, [*config.categorical, *target], where)
 
     def is_labelled(table: pd.DataFrame) -> bool:
         cells = table.reindex(columns=target)
         return bool((cells.notna() & ~cells.isin(MISSING)).all(axis=1).any())
 
     named = [*target, *config.features, *config.categorical]
-    evaluated, name, plan = choose_evaluated_table(config, parts, is_labelled, "row", named)
-    nested = [] if config.features else find_nested(whole)
+    evaluated, name, plan = frames.choose_evaluated_table(config, parts, is_labelled, "row", named)
+    nested = [] if config.features else frames.find_nested(whole)
     names = [*(config.features or whole.columns.drop(nested)), *target]
-    tables = [choose_columns(whole, names, where)]
+    tables = [frames.choose_columns(whole, names, where)]
     if evaluated is not None:
-        tables.append(choose_columns(evaluated, names, name))
+        tables.append(frames.choose_columns(evaluated, names, name))
     numbers = np.concatenate([np.arange(len(table)) for table in tables])
     table = empty_cells(pd.concat(tables, ignore_index=True), config.missing_values)
     default_marks = ",." if whole.attrs.get("separator") == ";" else ".,"
@@ -194,7 +188,7 @@ def find_targets(
                 f"{what} holds texts, and several targets must be numbers: choose one column of "
                 "classes"
             )
-        texts = table.loc[cells.notna(), column.name].map(as_text)
+        texts = table.loc[cells.notna(), column.name].map(frames.as_text)
         column.categories = sorted(texts.unique())
         if not 2 <= len(column.categories) <= max(2, len(texts) // 2):
             raise UsageError(
@@ -328,7 +322,7 @@ def describe_use(learned: list[Column], rows: UsedRows) -> dict[str, str]:
     special = [f"{c.name} ({c})" for c in (*learned, *targets) if str(c) != "number"]
     num_features = sum(len(column.feature_names()) for column in columns)
     plan = {"features": f"{num_features}, from {count(len(columns), 'column')}"}
-    plan["columns"] = shorten(special, MAX_SHOWN) or "numbers"
+    plan["columns"] = shorten(special, frames.MAX_SHOWN) or "numbers"
     asked: dict[str, int] = {}
     for column in (*columns, *targets):
         if column.categories is None and not column.days:
@@ -336,6 +330,6 @@ def describe_use(learned: list[Column], rows: UsedRows) -> dict[str, str]:
                 asked[f"{code} in {count(number, 'row')} of {column.name}"] = code
     if asked:
         codes = ",".join(map(str, dict.fromkeys(asked.values())))
-        cells = shorten([*asked], MAX_SHOWN)
+        cells = shorten([*asked], frames.MAX_SHOWN)
         plan["asked"] = f"is {cells} a missing value? Then add --missing-values={codes}"
     return plan
