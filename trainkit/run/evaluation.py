@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.checkpoints.sharded import forget_whole_weights
-from trainkit.numbers.loaders import EpochBatches, share_of_batch
+from trainkit.numbers.loaders import share_of_batch
 from trainkit.numbers.means import RunningMeans
 from trainkit.repairs.private_names import prepared_models, tree_map_only
 from trainkit.run.guards import EqualSizes, check_rows
@@ -19,8 +19,6 @@ from trainkit.run.prepared import check_loader
 from trainkit.run.step import Step, sums_of
 
 EVALUATE, PREDICT = "run.evaluate(...)", "run.predict(...)"
-SENT_BYTES = 2**24  # of the rows of a process that are sent at a time
-SENT_OBJECTS = 2**12  # the same for what is not a tensor
 
 
 @contextmanager
@@ -37,15 +35,6 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
         forget_whole_weights(models)  # what the script does to them now is done to the rows
 
 
-def samples_of(batches: EpochBatches, num_processes: int, rank: int) -> Iterator[range]:
-    """Yield the samples of the set that a process has of each batch; none for padding."""
-    size = batches.batch_size
-    slots = size // num_processes
-    for batch in batches.spans():
-        start, stop = share_of_batch(len(batch), size, rank * slots, (rank + 1) * slots)
-        yield range(batch.start + start, batch.start + stop)
-
-
 def results_of(
     accelerator: Accelerator,
     loader: DataLoader,
@@ -53,16 +42,16 @@ def results_of(
     function: Callable[[Any], Any],
     step: Step,
 ) -> Iterator[tuple[Any, range]]:
-    """Yield function(batch) of this process's share of each batch, and which samples it is.
-
-    The models are in evaluation mode meanwhile, without gradients. Every process must call this.
-    """
+    """Yield function(batch) of this process's share of each batch, and which samples it is."""
     batches = check_loader(accelerator, loader, call)
     models = prepared_models(accelerator)
-    shares = samples_of(batches, accelerator.num_processes, accelerator.process_index)
+    size, rank = batches.batch_size, accelerator.process_index
+    slots = size // accelerator.num_processes
     # Not inference_mode: FSDP could not train with its tensors afterwards.
     with torch.no_grad(), evaluating(models), batches.read_by_run():
-        for batch, indices in zip(loader, shares, strict=True):
+        for batch, span in zip(loader, batches.spans(), strict=True):
+            share = share_of_batch(len(span), size, rank * slots, (rank + 1) * slots)
+            indices = span[slice(*share)]  # none for a padding sample
             step.num_evaluated = len(indices)
             result = function(batch)
             step.num_evaluated = None
@@ -130,68 +119,42 @@ def predict(
     for result, indices in results_of(accelerator, loader, PREDICT, function, step):
         is_dict = isinstance(result, dict)
         named = result if is_dict else {"": result}
-        if columns and named.keys() != columns.keys():
-            raise different_rows([*columns], [*named])
-        for name, rows in named.items():
-            columns[name] = put(columns.get(name), rows, indices, len(loader.dataset))
+        own = {name: on_host(rows, len(indices)) for name, rows in named.items()}
+        for theirs, samples in gather_object([(own, indices)]):
+            columns = columns or {
+                name: empty_column(rows, len(loader.dataset)) for name, rows in theirs.items()
+            }
+            if kinds_of(columns) != kinds_of(theirs):
+                raise RuntimeError(
+                    f"{PREDICT} got rows of {kinds_of(columns)} and rows of {kinds_of(theirs)}: "
+                    "return a list with one thing for each sample where sizes differ"
+                )
+            for name, rows in theirs.items():
+                columns[name][samples.start : samples.stop] = rows
         if stopping():
             return None
-    if accelerator.num_processes > 1:
-        exchange(accelerator, loader, columns)
     return columns if is_dict else columns[""]
 
 
-def put(column: Any, rows: Any, indices: range, num_samples: int) -> Any:
-    """Write the rows of these samples, on the CPU, into a column; None: into a new one."""
+def on_host(rows: Any, num_samples: int) -> Any:
+    """The rows of these samples on the CPU, without that of padding."""
+    check_rows(PREDICT, rows, num_samples)
+    # Cloned, because pickling a view of a batch sends the whole batch.
     if isinstance(rows, list):
-        # Cloned, because pickling a view of a batch sends the whole batch.
-        rows = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), rows)
-    else:
-        rows = torch.as_tensor(rows).detach().cpu()
-    check_rows(PREDICT, rows, len(indices))
-    if column is None and isinstance(rows, list):
-        column = [None] * num_samples
-    elif column is None:
-        column = rows.new_zeros(num_samples, *rows.shape[1:])
-    if kind_of(column) != kind_of(rows):
-        raise different_rows(kind_of(column), kind_of(rows))
-    column[indices.start : indices.stop] = rows[: len(indices)]  # not the padding sample
-    return column
+        own = rows[:num_samples]
+        return tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), own)
+    return torch.as_tensor(rows)[:num_samples].detach().cpu().clone()
 
 
-def kind_of(column: Any) -> Any:
-    """What the rows of a column have in common: dtype and sizes, or that they are anything."""
-    return list if isinstance(column, list) else (column.dtype, *column.shape[1:])
+def empty_column(rows: Any, num_samples: int) -> Any:
+    if isinstance(rows, list):
+        return [None] * num_samples
+    return rows.new_zeros(num_samples, *rows.shape[1:])
 
 
-def exchange(accelerator: Accelerator, loader: DataLoader, columns: dict[str, Any]) -> None:
-    """Give every process the rows of all, some at a time. Every process must call this."""
-    kinds = {name: kind_of(column) for name, column in columns.items()}
-    for others in gather_object([kinds]):
-        if others != kinds:
-            raise different_rows(kinds, others)
-    batches = check_loader(accelerator, loader, PREDICT)
-    world = accelerator.num_processes
-    samples = [
-        [n for part in samples_of(batches, world, rank) for n in part] for rank in range(world)
-    ]
-    for _, column in sorted(columns.items()):  # in one order on all processes
-        is_tensor = isinstance(column, torch.Tensor)
-        num = max(1, SENT_BYTES // max(1, column[0].nbytes)) if is_tensor else SENT_OBJECTS
-        for start in range(0, max(map(len, samples)), num):
-            parts = [theirs[start : start + num] for theirs in samples]
-            own = parts[accelerator.process_index]
-            rows = column[own] if is_tensor else [column[n] for n in own]
-            for part, theirs in zip(parts, gather_object([rows]), strict=True):
-                if is_tensor:
-                    column[part] = theirs
-                    continue
-                for n, cell in zip(part, theirs, strict=True):
-                    column[n] = cell
-
-
-def different_rows(one: Any, other: Any) -> RuntimeError:
-    return RuntimeError(
-        f"{PREDICT} got rows of {one} and rows of {other}: return a list with one thing for each "
-        "sample where sizes differ"
-    )
+def kinds_of(columns: dict[str, Any]) -> dict[str, Any]:
+    """By name, what the rows have in common: dtype and sizes, or that they are anything."""
+    return {
+        name: "anything" if isinstance(rows, list) else (rows.dtype, *rows.shape[1:])
+        for name, rows in columns.items()
+    }
