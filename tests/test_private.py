@@ -34,10 +34,6 @@ SETTINGS = {
     "torch.backends.cuda.matmul.allow_tf32",
     "torch.backends.cudnn.allow_tf32",
     "Image.MAX_IMAGE_PIXELS",
-    "config.run_dir",  # of a dry run, which has a folder of its own
-    "config.resume",
-    "config.mirror",
-    "config.mirror_must",
     "plugin.activation_checkpointing",
     "shard.sync_files",
     "config.eos_token_id",

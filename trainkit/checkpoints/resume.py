@@ -47,8 +47,7 @@ def check_given(accelerator: Accelerator, config: TrainingConfig) -> None:
                 check_weights_file(config.start_from)
             if config.resume not in (None, "auto", "latest"):
                 check_in(directory, config.resume)
-    if not config.dry_run:  # it writes nothing
-        open_mirror(accelerator, config)
+    open_mirror(accelerator, config)
 
 
 def check_in(directory: Path, wanted: str) -> None:

@@ -166,8 +166,6 @@ class TrainingConfig:
     """where checkpoints are copied and --resume finds them: s3://, gs://, hf://, another folder"""
     mirror_must: MayChange[Annotated[bool, ReadOnlyIf("mirror")]] = False
     """exit with 1 if --mirror does not have the whole run at the end"""
-    dry_run: MayChange[bool] = False
-    """print the plan, try one step and one batch of the evaluation, and leave nothing"""
     stop_after_steps: MayChange[Count | None] = None
     """end the run after this many optimizer steps as if it were done"""
     pictures: MayChange[bool] = True

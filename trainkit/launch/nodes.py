@@ -71,8 +71,7 @@ def check_nodes(accelerator: Accelerator, config: TrainingConfig) -> None:
     may_differ = config.nodes_may_differ
     flags = {flag(n): value for n, value in vars(config).items() if n not in may_differ}
     check_same(accelerator, describe_node() | flags)
-    if not config.dry_run:  # it has no run folder
-        check_shared_folder(accelerator, config.run_dir)
+    check_shared_folder(accelerator, config.run_dir)
 
 
 def check_same(accelerator: Accelerator, described: dict[str, Any]) -> None:

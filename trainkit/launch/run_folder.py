@@ -1,7 +1,6 @@
 """The folder of a run: one run at a time uses it, and an earlier run in it is moved aside."""
 
 import os
-import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -53,15 +52,6 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> "Lock | None":
         moved_to = beside if beside.resolve() == moved_to else moved_to
         print(f"{run_dir} held an earlier run: moved to {moved_to}", flush=True)
     return held
-
-
-def borrow_run_folder(config: TrainingConfig) -> tempfile.TemporaryDirectory:
-    """Give a dry run a folder of its own, until what is returned is cleaned up."""
-    folder = tempfile.TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True)
-    config.run_dir = Path(folder.name) / "run"  # its lock lies beside it
-    config.resume = config.mirror = None
-    config.mirror_must = False
-    return folder
 
 
 class Lock:

@@ -43,8 +43,7 @@ def draw_input(
             seen = augment(images, indices) if dataset is train_set else images
             sides[title] = cut_centre(seen, metadata["size"]), labels
         picture = draw_seen(run.config.run_dir, sides, metadata["classes"])
-        if not run.config.dry_run:  # which leaves nothing
-            run.print(f"as the network sees them: {picture}")
+        run.print(f"as the network sees them: {picture}")
     except Exception as problem:  # no matplotlib, no memory, no disk
         run.print(f"input.png was not drawn: {first_sentence(problem)}")
 

@@ -53,7 +53,7 @@ def describe_plan(run: "Run", plan: dict[str, str]) -> str:
         "updates": f"{ends}{num_steps} = {count(config.epochs, 'epoch')} x "
         f"{count(length.steps_per_epoch, 'step')}",
         "optimizer": "; ".join(describe_optimizer(accelerator, o) for o in optimizers),
-        "run folder": "none, as this is a dry run" if config.dry_run else str(config.run_dir),
+        "run folder": str(config.run_dir),
     }
     layers = (layer for model in models for layer in model.modules())
     if num_parts > 1 and any(isinstance(layer, BATCH_NORMS) and layer.training for layer in layers):

@@ -36,7 +36,7 @@ class Profile:
         self.num_done = 0
         self.profiler: Any = None
         self.started = ExitStack()
-        if config.profile and accelerator.is_main_process and not config.dry_run:
+        if config.profile and accelerator.is_main_process:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines of its own
             schedule = {"wait": self.num_before - 1, "warmup": 1, "active": config.profile}
             options = ProfileKwargs(schedule_option=schedule | {"repeat": 1}, record_shapes=True)

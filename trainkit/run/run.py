@@ -24,7 +24,7 @@ from trainkit.checkpoints.save import Checkpoints, start_from
 from trainkit.config import TrainingConfig
 from trainkit.errors import EXIT_STOPPED
 from trainkit.launch.processes import start_beating, wait_for_all
-from trainkit.launch.run_folder import borrow_run_folder, open_run
+from trainkit.launch.run_folder import open_run
 from trainkit.launch.signals import Signals
 from trainkit.launch.startup import same_bits
 from trainkit.numbers.means import RunningMeans, Selection
@@ -124,10 +124,6 @@ class Run:
         models = self.models = self.prepared.models
         self.next_command = (plan or {}).get("next") or page_command(config, metadata)
         self.print(describe_plan(self, plan or {}))
-        if config.dry_run:  # a step and a batch of an evaluation, in a borrowed folder
-            self.resources.callback(borrow_run_folder(config).cleanup)
-            self.log.tracker.write_into(config.run_dir)
-            self.length.last_step = 1
         # What is the same in every start: initial weights, and what a resume compares.
         started_from, weights_hash = start_from(accelerator, config)
         frozen = Frozen(models)
@@ -169,12 +165,6 @@ class Run:
     def _seed(self, place: str, *position: int) -> None:
         """Seed what the script draws where no batch is, so that a resume draws the same there."""
         seed_generators(self.accelerator.device, key(place, self.config.seed, *position))
-
-    def _end_dry_run(self, tried: str) -> None:
-        self.stage = "over"
-        self.log.bar.close()
-        self.print(f"dry run: a step and {tried} were tried, and nothing was written")
-        sys.exit(0)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -239,7 +229,6 @@ class Run:
         state.check_unchanged("the start of an epoch", "or inside `if run.starts_epoch:`")
         batches.set_position(progress.epoch, num_done)
         self.log.start(progress, num_done, self.length.last_step)
-        self.step.loop.start_steps()
         with self.ema.trained_weights(), batches.read_by_run():
             self.checkpoints.restore()
             if not self.length.must_evaluate(progress):  # it is due if a resume begins with it
@@ -257,8 +246,7 @@ class Run:
     def _is_due(self) -> bool:
         """Is a checkpoint due with this evaluation, whatever its metrics are?"""
         progress, every = self.progress, self.config.save_every
-        is_wanted = not every or progress.step % every == 0 or self.length.is_over(progress)
-        return is_wanted and not self.config.dry_run
+        return not every or progress.step % every == 0 or self.length.is_over(progress)
 
     def _steps_to_evaluation(self, loader: DataLoader, count: CountValues | None) -> Iterator[Any]:
         progress, length = self.progress, self.length
@@ -422,17 +410,14 @@ class Run:
 
     def _evaluate(self, collect: Callable, loader: DataLoader, function: Callable) -> Any:
         is_due = self.stage == "trained"
-        is_dry = self.config.dry_run and is_due
 
         def stopping() -> bool:
             # Only an evaluation that is due can be recorded as still to be done.
-            return is_dry or (is_due and self.signals.requested())
+            return is_due and self.signals.requested()
 
         collected = collect(self.accelerator, loader, function, stopping, self.step)
         if is_due:
             self.checkpoints.state.check_unchanged("the last step", "or after the evaluation")
-        if is_dry:
-            self._end_dry_run("a batch of the evaluation")
         if self.signals.stopping:
             self.stage = "must save"
             self.save()
@@ -451,8 +436,6 @@ class Run:
         The predictions of the last evaluation and `metadata` go to predictions.safetensors.
         """
         wait_for_all(self.accelerator, self.config.time_limit)
-        if self.config.dry_run:
-            self._end_dry_run("an evaluation")
         progress, length = self.progress, self.length
         self.checkpoints.state.check()
         predicted = check_predictions(predictions, metadata or {})

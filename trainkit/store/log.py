@@ -44,14 +44,10 @@ class JsonlTracker(GeneralTracker):
     requires_logging_directory = False
 
     def __init__(self, run_dir: Path):
-        self.write_into(run_dir)
-        self.num_rows = 0  # that this run has written, on the main process
-        super().__init__()
-
-    def write_into(self, run_dir: Path) -> None:
-        """Write into this folder from now on."""
         self.tracker = self.path = run_dir / "metrics.jsonl"
         self.timing_path = run_dir / "timing.jsonl"
+        self.num_rows = 0  # that this run has written, on the main process
+        super().__init__()
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -108,7 +104,7 @@ def make_trackers(
 ) -> list[GeneralTracker]:
     """The trackers for Accelerator(log_with=...): metrics.jsonl, and what --tracker names."""
     name, run_dir = config.tracker, config.run_dir
-    if name is None or config.dry_run:
+    if name is None:
         return [history]
     if importlib.util.find_spec(name) is None:
         raise UsageError(
