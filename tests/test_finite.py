@@ -40,12 +40,12 @@ def test_a_norm_on_a_card_is_read_one_step_later_or_before_a_checkpoint(accelera
     guard = FiniteGuard(accelerator)
     good, bad = (torch.tensor(x).as_subclass(OnACard) for x in (1.0, math.nan))
     losses = [torch.tensor(2.5), torch.tensor(0.5)]
-    guard.check(good, losses, 1, 0.1)
-    guard.check(bad, losses, 2, 0.1)
-    guard.check(good, losses, 2, 0.1)  # of a second optimizer
+    guard.check(good, losses, "step 1, learning rate 0.1")
+    guard.check(bad, losses, "step 2, learning rate 0.1")
+    guard.check(good, losses, "step 2, learning rate 0.1")  # of a second optimizer
     with pytest.raises(RunFailure, match=r"step 2, .* 0.1: loss 2.5 and 0.5, gradient norm nan"):
-        guard.check(good, losses, 3, 0.1)
-    guard.check(bad, losses, 4, 0.1)
+        guard.check(good, losses, "step 3, learning rate 0.1")
+    guard.check(bad, losses, "step 4, learning rate 0.1")
     with pytest.raises(RunFailure, match=r"step 4, learning rate 0.1: .* gradient norm nan"):
         guard.finish()
 

@@ -1,7 +1,7 @@
 """Exact means over all processes. Adding a value does not wait for the device."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,16 +27,6 @@ def exact_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def sum_of(values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The sum in this dtype; by default in that of the values, and in float32 for 16-bit values.
-
-    A 16-bit sum would overflow or lose precision.
-    """
-    if dtype is None and values.dtype.itemsize == 2:
-        dtype = torch.float32
-    return values.sum(dtype=dtype)
-
-
 def sum_and_count(
     call: str,
     values: torch.Tensor,
@@ -49,8 +39,13 @@ def sum_and_count(
 
     With weights, return the sum of weights * values and the sum of weights. The host does not wait.
     Of a padding sample, in a process that has no other, nothing counts; the sum keeps its graph
-    and its gradient is 0. dtype: of the sums, as in sum_of.
+    and its gradient is 0.
+
+    dtype: of the sums; by default that of the values, and float32 for 16-bit values, whose sum
+        would overflow or lose precision.
     """
+    if dtype is None and values.dtype.itemsize == 2:
+        dtype = torch.float32
     selection = mask if weights is None else weights
     if selection is not None:
         fits = selection.dtype == torch.bool if weights is None else selection.is_floating_point()
@@ -64,36 +59,15 @@ def sum_and_count(
             )
     count: int | torch.Tensor = values.numel()
     if selection is not None:
-        count = sum_of(selection, dtype) if mask is None else selection.sum()
+        count = selection.sum(dtype=dtype if mask is None else None)
     if is_padding:  # the counts of all processes are added up, so they have one dtype
         nothing = torch.zeros_like(values, dtype=torch.bool)
-        return sum_of(torch.where(nothing, values, 0), dtype), count * 0
+        return torch.where(nothing, values, 0).sum(dtype=dtype), count * 0
     if mask is not None:
         values = torch.where(mask, values, 0)
     elif weights is not None:
         values = torch.where(weights != 0, values * weights, 0)
-    return sum_of(values, dtype), count
-
-
-def select(
-    call: str,
-    values: dict[str, torch.Tensor],
-    mask: Selection = None,
-    weights: Selection = None,
-) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
-    """Yield each name with its values and what selects from them: {}, or its mask or weights."""
-    chosen: dict[str, dict[str, torch.Tensor]] = {name: {} for name in values}
-    for kind, selection in (("mask", mask), ("weights", weights)):
-        if isinstance(selection, torch.Tensor):
-            selection = dict.fromkeys(values, selection)
-        for name, tensor in (selection or {}).items():
-            if name not in values:
-                raise RuntimeError(
-                    f"{call} got {kind}= for {name!r}, but values only of {', '.join(values)}"
-                )
-            chosen[name][kind] = tensor
-    for name, value in values.items():
-        yield name, value, chosen[name]
+    return values.sum(dtype=dtype), count
 
 
 class NotYet(torch.Tensor):
@@ -141,23 +115,6 @@ class SampleMeans:
             total = self.accelerator.reduce(total, reduction="sum")
         dtype = rows.dtype if rows.is_floating_point() else torch.get_default_dtype()
         return (total / num_in_step).to(dtype)
-
-
-class HostCopy:
-    """A copy of a tensor on the host. Making it does not wait for the device; `read` does."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.values = tensor.detach().to("cpu", non_blocking=True)
-        self.copied: torch.Event | None = None
-        if tensor.device.type != "cpu":
-            self.copied = torch.Event(device=tensor.device)
-            self.copied.record()
-
-    def read(self) -> torch.Tensor:
-        """Return the copy, when the device has made it."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.values
 
 
 class RunningMeans:
@@ -274,15 +231,16 @@ class Divisors:
     Attributes:
         given: what count= gave, by name: for each micro-batch of this process, for the whole step.
             A count that was returned alone has the name None.
-        miscounted: how often a mask differed from what count= gave, by name.
+        num_wrong: how often a mask differed from what count= gave; None without count=.
     """
 
     def __init__(self, accelerator: Accelerator, accumulate: int):
         self.accelerator = accelerator
         self.accumulate = accumulate
         self.given: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.miscounted: dict[str | None, torch.Tensor] = {}
+        self.num_wrong: torch.Tensor | None = None
 
+    @torch.no_grad()
     def count_micro_batches(
         self, count: CountValues, micro_batches: Sequence[Any], has_samples: Sequence[bool]
     ) -> None:
@@ -291,37 +249,32 @@ class Divisors:
         Every process must call this. has_samples: False if this micro-batch is only padding here.
         """
         device = self.accelerator.device
-        with torch.no_grad():
-            counts = [count(micro_batch) for micro_batch in micro_batches]
-            parts = [part if isinstance(part, dict) else {None: part} for part in counts]
-            names = sorted(parts[0], key=str)
-            everybody = [sorted(part, key=str) for part in parts]
-            if not self.miscounted:  # in the first step: other names would make a process wait
-                everybody = gather_object(everybody)
-            if any(theirs != names for theirs in everybody):
-                raise RuntimeError(
-                    "count= of run.steps(...) returned other names for one micro-batch than for "
-                    "another, or on another process: return each name always, even if it is 0"
-                )
-            rows = [
-                torch.stack([torch.as_tensor(part[name], device=device).sum() for name in names])
-                for part in parts
-            ]
-        # Whole numbers stay whole; a sum of weights may be larger than float32 can count.
-        rows = [row.to(exact_type(device)) if row.is_floating_point() else row for row in rows]
-        # Not by a tensor of booleans: to copy it to a GPU would wait for the GPU.
-        local_counts = torch.stack(
-            [row * int(has) for row, has in zip(rows, has_samples, strict=True)]
-        )
-        totals = self._sum(local_counts.sum(0))
-        self.given = {name: (local_counts[:, k], totals[k]) for k, name in enumerate(names)}
-        # On every process the same names, because check() adds up over the processes.
-        self.miscounted = {name: self.miscounted.get(name, 0 * totals[0]) for name in names}
+        counts = [count(micro_batch) for micro_batch in micro_batches]
+        parts = [part if isinstance(part, dict) else {None: part} for part in counts]
+        if any(part.keys() != parts[0].keys() for part in parts):
+            raise RuntimeError(
+                "count= of run.steps(...) returned other names for one micro-batch than for "
+                "another: return each name always, even if it is 0"
+            )
+        for name in sorted(parts[0], key=str):  # in one order on all processes
+            # Not by a tensor of booleans: to copy it to a GPU would wait for the GPU.
+            numbers = torch.stack(
+                [
+                    torch.as_tensor(part[name], device=device).sum() * int(has)
+                    for part, has in zip(parts, has_samples, strict=True)
+                ]
+            )
+            # Whole numbers stay whole; a sum of weights may be larger than float32 can count.
+            if numbers.is_floating_point():
+                numbers = numbers.to(exact_type(device))
+            self.given[name] = numbers, self._sum(numbers.sum())
+        if self.num_wrong is None:
+            self.num_wrong = torch.zeros((), dtype=torch.int64, device=device)
 
     def of(
         self,
         count: int | torch.Tensor,
-        mask_or_weights: torch.Tensor | None,
+        selection: torch.Tensor | None,
         over: str | None,
         micro_batch: int,
     ) -> int | torch.Tensor:
@@ -329,45 +282,41 @@ class Divisors:
 
         Args:
             count: of this process's values; of the whole step if nothing selects from them.
-            mask_or_weights: what selects from them.
+            selection: a mask or weights.
             over: the name by which count= gives its count.
             micro_batch: its number in the step.
         """
-        if mask_or_weights is None and over is None:
+        if selection is None and over is None:
             return count
-        if mask_or_weights is not None and self.accumulate == 1:
+        if selection is not None and self.accumulate == 1:
             total = self._sum(count)
             return total + (total == 0)  # if nothing counts, the sum is 0, and so is the mean
-        if mask_or_weights is not None and not self.given:
+        if selection is not None and not self.given:
             raise UsageError(
                 f"--accumulate {self.accumulate}: a mean with mask= or weights= is divided by how "
                 "many values count in all micro-batches of the step: give run.steps(train_loader, "
                 "count=function) a function that returns this number for a micro-batch "
                 "(docs/loop.md, Several means), or use --accumulate 1"
             )
-        if mask_or_weights is None or over not in self.given:
+        if selection is None or over not in self.given:
             raise RuntimeError(
                 f"run.step_mean(...) got over={over!r}: it goes with mask= or weights=, and must "
                 "be a name that count= of run.steps(...) returns, which are "
                 f"{', '.join(map(repr, self.given)) or 'none'} (None: one number, without a name)"
             )
-        local_counts, total = self.given[over]
-        difference = (count - local_counts[micro_batch]).abs()
-        is_mask = mask_or_weights.dtype == torch.bool
-        allowed = 0 if is_mask else DIFFERENT * local_counts[micro_batch].abs()
-        self.miscounted[over] = self.miscounted[over] + (difference > allowed)
+        numbers, total = self.given[over]
+        difference = (count - numbers[micro_batch]).abs()
+        tolerance = 0 if selection.dtype == torch.bool else DIFFERENT
+        self.num_wrong = self.num_wrong + (difference > tolerance * numbers[micro_batch].abs())
         return total + (total == 0)
 
     def check(self) -> None:
         """Raise RuntimeError if count= gave other numbers. Every process must call this."""
-        for name, number in self.miscounted.items():
-            if self._sum(number) > 0:
-                over = "" if name is None else f", over={name!r}"
-                raise RuntimeError(
-                    f"count= of run.steps(...) and what run.step_mean(...{over}) selects "
-                    "differ: count= must return the sum of the same mask, or of the same weights "
-                    "in float32"
-                )
+        if self.num_wrong is not None and self._sum(self.num_wrong) > 0:
+            raise RuntimeError(
+                "count= of run.steps(...) and what run.step_mean(...) selects differ: count= must "
+                "return the sum of the same mask, or of the same weights in float32"
+            )
 
     def _sum(self, count: int | torch.Tensor) -> torch.Tensor:
         count = torch.as_tensor(count, device=self.accelerator.device)

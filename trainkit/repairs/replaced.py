@@ -149,11 +149,6 @@ def watch(owner: Any, name: str, before: Callable[..., object]) -> None:
     setattr(owner, name, watched)
 
 
-def unwatch(owner: Any, name: str) -> None:
-    """Undo watch(owner, name, ...)."""
-    setattr(owner, name, getattr(owner, name).__wrapped__)
-
-
 def take_modes(optimizer: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return train() and eval() of an optimizer, which do nothing from then on."""
     modes = optimizer.train, optimizer.eval

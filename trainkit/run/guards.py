@@ -18,14 +18,13 @@ from torch import nn
 
 from trainkit.errors import LoneFailure, RunFailure
 from trainkit.launch.contact import own_rank
-from trainkit.numbers.means import HostCopy
 from trainkit.numbers.optim import BY_STEP, total_norm, weights_of
 from trainkit.repairs.private_names import (
     named_weights,
     prepared_optimizers,
     prepared_schedulers,
 )
-from trainkit.repairs.replaced import unwatch, watch
+from trainkit.repairs.replaced import watch
 from trainkit.text import shorten
 
 # The stages of a run, and the call that comes next in each.
@@ -48,7 +47,6 @@ IN_LOOP = (*IN_BATCH, "must save", "counted")
 NUM_WATCHED = 3  # steps: every body of a loop has then shown what it forgets
 MAX_SKIPPED = 30  # fp16 halves its loss scale at each skip, so 2**16 has become 2**-14
 DIFFERENT = 1e-5  # relative difference of norms; equal GPUs give equal bits, others nearly
-REMEDY = "try a smaller --learning-rate, a longer --warmup or --clip-norm 1"
 
 
 def out_of_order(call: str, stage: str) -> RuntimeError:
@@ -90,10 +88,8 @@ def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Calla
 class LoopGuard:
     """Refuses what a copied loop forgets: zero_grad(), scheduler.step(), the mean of the step.
 
-    Only the first steps are looked at for zero_grad() and the mean, so that it costs nothing later.
-
     Attributes:
-        num_left: steps that are still looked at.
+        num_left: steps that are still looked at for the mean, and by Run for more that costs time.
         smallest, left: the smallest trained weight of each optimizer, and what its gradient was in
             the last step, until zero_grad() is called.
         in_window: the step has earlier micro-batches, and no optimizer was stepped yet.
@@ -122,10 +118,8 @@ class LoopGuard:
             )
         self.left.pop(optimizer, None)
 
-    def start_steps(self) -> None:
-        self.positions = self.positions or self._positions()
-
     def watch_mean(self, mean: torch.Tensor) -> None:
+        """See whether a gradient comes to what step_mean has returned."""
         if self.num_left and mean.requires_grad:
             self.has_mean = True
             mean.register_hook(lambda _: vars(self).update(has_gradient=True))
@@ -139,43 +133,35 @@ class LoopGuard:
                 "losses that the model has computed"
             )
         self.has_mean = self.has_gradient = False
-        self.in_window = not is_last and self.num_left > 0
+        self.in_window = not is_last
 
     def enter_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if the gradients of the last step are still in those of this one."""
-        if self.num_left:
-            gradient = self.smallest[optimizer].grad
-            if gradient is not None and gradient is self.left.get(optimizer):
-                raise RuntimeError(
-                    "optimizer.zero_grad() was not called since the last step, whose gradients are "
-                    "still in those of this one: call it after optimizer.step()"
-                )
-            self.left[optimizer] = gradient
+        gradient = self.smallest[optimizer].grad
+        if gradient is not None and gradient is self.left.get(optimizer):
+            raise RuntimeError(
+                "optimizer.zero_grad() was not called since the last step, whose gradients are "
+                "still in those of this one: call it after optimizer.step()"
+            )
+        self.left[optimizer] = gradient
 
     def finish_step(self, stepped: Set[torch.optim.Optimizer]) -> None:
         """Raise RuntimeError unless each schedule of make_scheduler moved once with its optimizer.
 
         stepped: the optimizers that were stepped; none if fp16 skipped the step.
         """
-        before, self.positions = self.positions, self._positions()
-        for schedule, now in self.positions.items():
-            moved = now - before.get(schedule, now)
+        schedules = (prepared.scheduler for prepared in prepared_schedulers(self.accelerator))
+        positions = {each: each.last_epoch for each in schedules if each in BY_STEP}
+        for schedule, now in positions.items():
+            moved = now - self.positions.get(schedule, now - 1)
             if moved > 1 or (moved == 0 and schedule.optimizer in stepped):
                 raise RuntimeError(
                     f"scheduler.step() was called {moved} times since the last step, and a "
                     "schedule of make_scheduler(...) goes by steps: call it once, after "
                     "optimizer.step() and before run.end_step(), and not at the end of an epoch"
                 )
-        if self.num_left and stepped:
-            self.num_left -= 1
-            if not self.num_left:
-                self.left.clear()
-                for optimizer in self.smallest:
-                    unwatch(optimizer, "zero_grad")
-
-    def _positions(self) -> dict[Any, int]:
-        schedules = (prepared.scheduler for prepared in prepared_schedulers(self.accelerator))
-        return {each: each.last_epoch for each in schedules if each in BY_STEP}
+        self.positions = positions
+        self.num_left -= bool(self.num_left and stepped)
 
 
 def check_gradients(models: Sequence[nn.Module], *optimizers: torch.optim.Optimizer) -> None:
@@ -220,33 +206,24 @@ class EqualSizes:
         number: of calls with the same name in a micro-batch.
         """
         check_rows(call, values, num_samples)
-        sizes = tuple(values.shape[1:])
-        if (
-            sizes
-            and num_samples
-            and self.sizes.setdefault((self.num_steps, call, number), sizes) != sizes
-        ):
-            raise different_sizes(call)
+        if values.ndim > 1 and num_samples:
+            self._compare({(self.num_steps, call, number): tuple(values.shape[1:])})
 
     def check_processes(self, accelerator: Accelerator) -> None:
-        """Raise RuntimeError if other processes had other sizes. Every process must call this.
-
-        A process may have none in a step, for example because it had a padding sample.
-        """
+        """Raise RuntimeError if other processes had other sizes. Every process must call this."""
         if accelerator.num_processes > 1:
             for theirs in gather_object([self.sizes]):
-                for place, sizes in theirs.items():
-                    if self.sizes.get(place, sizes) != sizes:
-                        raise different_sizes(place[1])
-        self.sizes.clear()
+                self._compare(theirs)
+        self.sizes = {}
 
-
-def different_sizes(call: str) -> RuntimeError:
-    return RuntimeError(
-        f"{call} got values of shape (samples, ...) with different trailing sizes in different "
-        "processes, micro-batches or batches: pass mask= if they are padded, or one value for each "
-        "sample"
-    )
+    def _compare(self, others: dict[tuple[int, str, int], tuple[int, ...]]) -> None:
+        for place, sizes in others.items():
+            if self.sizes.setdefault(place, sizes) != sizes:
+                raise RuntimeError(
+                    f"{place[1]} got values of shape (samples, ...) with different trailing sizes "
+                    "in different processes, micro-batches or batches: pass mask= if they are "
+                    "padded, or one value for each sample"
+                )
 
 
 class FiniteGuard:
@@ -260,37 +237,33 @@ class FiniteGuard:
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.step, self.rate = 0, 0.0  # the last one, and its learning rate
-        # The norm of a step, being copied to the host, the losses of the step, its number and rate.
-        self.pending: list[tuple[HostCopy, Sequence[torch.Tensor], int, float]] = []
+        self.step = ""  # the last one, by number and learning rate
+        # What reads the norm of a step, the losses of the step, and its name.
+        self.pending: list[tuple[Callable[[], float], Sequence[torch.Tensor], str]] = []
         self.num_skipped = 0  # in a row, under fp16
 
-    def check(
-        self, grad_norm: torch.Tensor, losses: Sequence[torch.Tensor], step: int, rate: float
-    ) -> None:
+    def check(self, grad_norm: torch.Tensor, losses: Sequence[torch.Tensor], step: str) -> None:
         """Call between backward and optimizer.step(), in every process, when gradients are synced.
 
         `losses` are this process's shares; error messages give their sums over the processes.
         Raises RunFailure on all processes.
         """
         self._read_pending(before=step)
-        self.step, self.rate = step, rate
-        if self.accelerator.scaler is not None:
-            return
-        self.pending.append((HostCopy(grad_norm), [*losses], step, rate))
-        if grad_norm.device.type == "cpu":
-            self._read_pending()
+        self.step = step
+        if self.accelerator.scaler is None:
+            self.pending.append((copy_to_host(grad_norm), [*losses], step))
+            if grad_norm.device.type == "cpu":
+                self._read_pending()
 
     def count_skipped(self, skipped: bool, losses: Sequence[torch.Tensor]) -> None:
         """Raise RunFailure on all processes if fp16 skipped MAX_SKIPPED steps in a row."""
         self.num_skipped = self.num_skipped + 1 if skipped else 0
         if self.num_skipped == MAX_SKIPPED:
-            self._fail(math.inf, losses, self.step, self.rate)
+            self._fail(math.inf, losses, self.step)
 
     def finish(self, *optimizers: AcceleratedOptimizer) -> None:
         """Check the norms still being copied, and the weights. Call before a checkpoint."""
         self._read_pending()
-        after = f"after {name_step(self.step, self.rate)}"
         for optimizer in optimizers:
             norm = total_norm(weights_of(optimizer))
             rates = norm.new_tensor(
@@ -300,36 +273,45 @@ class FiniteGuard:
             norms = numbers[0].tolist()
             if not math.isfinite(sum(norms)):
                 raise RunFailure(
-                    f"the weights are not finite {after}: their norm is {norms[0]:.4g}; the "
-                    "checkpoints are untouched: try a smaller --learning-rate"
+                    f"the weights are not finite after {self.step}: their norm is {norms[0]:.4g}; "
+                    "the checkpoints are untouched: try a smaller --learning-rate"
                 )
             lowest, highest = numbers.aminmax(dim=1)
             if (highest - lowest > DIFFERENT * highest).any():
                 raise RunFailure(
-                    f"the weights or learning rates differ between the processes {after}, norms of "
-                    f"the weights {min(norms):.4g} to {max(norms):.4g}: change them in the same "
-                    "way on every process"
+                    "the weights or learning rates differ between the processes after "
+                    f"{self.step}, norms of the weights {min(norms):.4g} to {max(norms):.4g}: "
+                    "change them in the same way on every process"
                 )
 
-    def _read_pending(self, before: int | None = None) -> None:
+    def _read_pending(self, before: str | None = None) -> None:
         while self.pending and self.pending[0][2] != before:
-            copied, losses, step, rate = self.pending.pop(0)
-            norm = copied.read().item()
-            if not math.isfinite(norm):
-                self._fail(norm, losses, step, rate)
+            read, losses, step = self.pending.pop(0)
+            if not math.isfinite(norm := read()):
+                self._fail(norm, losses, step)
 
-    def _fail(
-        self, norm: float, losses: Sequence[torch.Tensor], step: int, rate: float
-    ) -> NoReturn:
+    def _fail(self, norm: float, losses: Sequence[torch.Tensor], step: str) -> NoReturn:
         # All processes come here in the same step, so they may communicate.
         shares = torch.stack([loss.float() for loss in losses])
         sums = self.accelerator.reduce(shares, reduction="sum").tolist()
         raise RunFailure(
-            f"loss or gradient is not finite at {name_step(step, rate)}: loss "
+            f"loss or gradient is not finite at {step}: loss "
             f"{' and '.join(f'{loss:.4g}' for loss in sums)}, gradient norm {norm:.4g}; the "
-            f"checkpoints are untouched: {REMEDY}"
+            "checkpoints are untouched: try a smaller --learning-rate, a longer --warmup or "
+            "--clip-norm 1"
         )
 
 
-def name_step(step: int, rate: float) -> str:
-    return f"step {step}, learning rate {rate:.4g}"
+def copy_to_host(number: torch.Tensor) -> Callable[[], float]:
+    """Begin to copy a number, without waiting; what is returned waits for the copy and gives it."""
+    copied = number.detach().to("cpu", non_blocking=True)
+    if number.device.type == "cpu":
+        return copied.item
+    event = torch.Event(device=number.device)
+    event.record()
+
+    def read() -> float:
+        event.synchronize()
+        return copied.item()
+
+    return read

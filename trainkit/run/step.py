@@ -22,7 +22,6 @@ from trainkit.numbers.means import (
     SampleMeans,
     Selection,
     exact_type,
-    select,
     sum_and_count,
 )
 from trainkit.numbers.optim import clip_gradients, learning_rates
@@ -42,7 +41,8 @@ class Step:
     Attributes:
         num_in_step: samples in the step, over all processes and micro-batches.
         num_done_in_step: how many of them are in micro-batches before the current one.
-        num_samples: samples of this process in the current micro-batch; 0: only padding.
+        first: the number in the step of this process's first sample in the micro-batch.
+        num_samples: samples of this process in it; 0: only padding.
         num_evaluated: the same in a batch of an evaluation; None outside of one.
         losses: this process's share of each mean of the micro-batch, for messages.
         rates, norms: learning rates, and norms before clipping, by their names in metrics.jsonl.
@@ -68,10 +68,10 @@ class Step:
         # Samples per micro-batch, over all processes.
         self.micro_batch_size = config.batch_size // config.accumulate
         self.seed_key: tuple[int, ...] = ()
-        self.number = 0
+        self.name = ""
         self.rates: dict[str, float] = {}
         self.norms: dict[str, torch.Tensor] = {}
-        self.num_in_step = self.num_done_in_step = self.num_samples = 0
+        self.num_in_step = self.num_done_in_step = self.first = self.num_samples = 0
         self.num_evaluated: int | None = None
         self.losses: list[torch.Tensor] = []
         self.divisors = Divisors(accelerator, config.accumulate)
@@ -90,7 +90,8 @@ class Step:
         self.seed_key = self.config.seed, progress.epoch, progress.step_in_epoch
         self.rates = learning_rates(self.optimizers)
         self.norms = {}
-        self.number = progress.step + 1
+        rate = self.rates["learning_rate"]
+        self.name = f"step {progress.step + 1}, learning rate {rate:.4g}"
         self.num_done_in_step = 0
         self.sample_means.sums = []
         # A short step may have fewer: what a script adds to the loss keeps its weight.
@@ -122,11 +123,12 @@ class Step:
         end_with_this_batch(loader, is_last)
         rank, device = self.accelerator.process_index, self.accelerator.device
         start, self.num_samples = self.rows_of(rank, self.num_done_in_step)
-        first = self.num_done_in_step + start
-        seed_dropout(self.dropouts, device, first, *self.seed_key, num_samples=self.num_samples)
+        self.first = self.num_done_in_step + start
+        place = self.first, *self.seed_key
+        seed_dropout(self.dropouts, device, *place, num_samples=self.num_samples)
         # All other random numbers, those of nn.Dropout too, depend on `first` and so on the number
         # of processes and micro-batches. Samples that are made meanwhile reseed those of the host.
-        seed_generators(device, key("batch", *self.seed_key, first))
+        seed_generators(device, key("batch", *self.seed_key, self.first))
         self.losses = []
         self.sample_means.number = 0
 
@@ -169,9 +171,8 @@ class Step:
         total, count = sum_and_count(CALL, values, mask, weights, self.num_samples == 0)
         if selection is None:
             count = self.num_in_step * values.shape[1:].numel()
-        divisor = self.divisors.of(
-            count, selection, over, self.num_done_in_step // self.micro_batch_size
-        )
+        number = self.num_done_in_step // self.micro_batch_size
+        divisor = self.divisors.of(count, selection, over, number)
         share = total.detach() / divisor
         self.losses.append(share)
         scale = self.accelerator.num_processes * self.num_micro_batches / divisor
@@ -188,16 +189,8 @@ class Step:
         noticed one step later, but always before a checkpoint. Every process must call this. Raises
         RunFailure on all of them.
         """
-        if not self.accelerator.sync_gradients:
-            return
-        for optimizer in optimizers:
-            if optimizer not in self.optimizers:
-                raise RuntimeError(
-                    f"run.clip_and_check(...) got a {type(optimizer).__name__} that "
-                    "accelerator.prepare did not return: prepare every optimizer, or a resume "
-                    "loses its state, and pass several as *optimizers"
-                )
-        self._clip(*(optimizer.optimizer for optimizer in optimizers))
+        if self.accelerator.sync_gradients:
+            self._clip(*(optimizer.optimizer for optimizer in optimizers))
 
     def _clip(self, *optimizers: torch.optim.Optimizer) -> None:
         if not self.losses:
@@ -219,7 +212,7 @@ class Step:
         number = min(order.index(optimizer) for optimizer in optimizers)
         self.norms[f"grad_norm_{number}" if number else "grad_norm"] = norm.detach()
         self.clipped |= {*optimizers}
-        self.guard.check(norm, self.losses, self.number, self.rates["learning_rate"])
+        self.guard.check(norm, self.losses, self.name)
 
     def clip_once(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Clip and check the gradients, unless the script itself has done so in this step."""
@@ -228,11 +221,6 @@ class Step:
 
     def enter_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Clip and check the gradients of an optimizer. torch calls this before its step."""
-        if optimizer in self.stepped:
-            raise RuntimeError(
-                "optimizer.step() was called twice in one step of the run, with the same "
-                "gradients: call it once"
-            )
         self.clip_once(optimizer)
         self.loop.enter_step(optimizer)
         shards.forget_whole_weights(self.sharded)
@@ -301,16 +289,14 @@ class Step:
                 f"--accumulate {self.config.accumulate}: this loss compares the samples of a whole "
                 "batch with each other, and a micro-batch is not one: use --accumulate 1"
             )
-        check_rows("run.gather(...)", rows, self.num_samples)
-        starts, nums = self._shares()
-        first = min(starts[self.accelerator.process_index], self.num_in_step - 1)
-        return processes.gather_rows(rows[: self.num_samples], nums), first
+        return self._gather("run.gather(...)", rows), min(self.first, self.num_in_step - 1)
 
-    def _shares(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Where the rows of each process start in this micro-batch, and how many it has."""
+    def _gather(self, call: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of this micro-batch of all processes."""
+        check_rows(call, rows, self.num_samples)
         ranks = range(self.accelerator.num_processes)
-        pairs = [self.rows_of(rank, self.num_done_in_step) for rank in ranks]
-        return [start for start, _ in pairs], [num for _, num in pairs]
+        nums = [self.rows_of(rank, self.num_done_in_step)[1] for rank in ranks]
+        return processes.gather_rows(rows[: self.num_samples], nums)
 
     def mean_of_samples(self, values: torch.Tensor) -> torch.Tensor:
         """See Run.mean."""
@@ -321,12 +307,9 @@ class Step:
 
     def put(self, table: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
         """See Run.put."""
-        for values in (index, rows):
-            check_rows("run.put(...)", values, self.num_samples)
-        _, nums = self._shares()
         with torch.no_grad():
             index, rows = (
-                processes.gather_rows(values.detach()[: self.num_samples], nums).to(table.device)
+                self._gather("run.put(...)", values.detach()).to(table.device)
                 for values in (index, rows)
             )
             # Of a row that comes twice the last one counts, on every device.
@@ -344,13 +327,21 @@ def sums_of(
     sizes: EqualSizes,
     device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor, int | torch.Tensor]]:
-    """Yield name, sum and number of each of these values of a batch: see means.select."""
-    for name, value, selection in select(call, values, mask, weights):
-        named = f"{call}, for {name},"
-        if not selection:
-            sizes.check(named, value, num_samples)
-        is_padding, dtype = num_samples == 0, exact_type(device)
-        total, count = sum_and_count(
-            named, value.detach(), **selection, is_padding=is_padding, dtype=dtype
+    """Yield name, sum and number of each of these values of a batch, or of those that count."""
+    masks, weights_of = (
+        dict.fromkeys(values, one) if isinstance(one, torch.Tensor) else one or {}
+        for one in (mask, weights)
+    )
+    if unknown := (masks.keys() | weights_of.keys()) - values.keys():
+        raise RuntimeError(
+            f"{call} got mask= or weights= for {min(unknown)!r}, but values only of "
+            f"{', '.join(values)}"
         )
-        yield name, total, count
+    for name, value in values.items():
+        named, chosen = f"{call}, for {name},", (masks.get(name), weights_of.get(name))
+        if chosen[0] is None and chosen[1] is None:
+            sizes.check(named, value, num_samples)
+        yield (
+            name,
+            *sum_and_count(named, value.detach(), *chosen, num_samples == 0, exact_type(device)),
+        )
