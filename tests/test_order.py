@@ -188,11 +188,12 @@ def test_a_set_that_makes_whole_batches_is_moved_to_a_gpu_if_it_fits(
     monkeypatch, dataset, num_workers, collate_fn, is_moved
 ):
     monkeypatch.setattr(InMemory, "to", Moved.to)
-    config = SimpleNamespace(num_workers=num_workers)
+    config = SimpleNamespace(num_workers=num_workers, seed=0, timeout=9)
     for device in (torch.device("cuda", 1), torch.device("cpu")):
         batches = EpochBatches(6, 4)
         accelerator = SimpleNamespace(device=device)
-        there = loaders.on_device(accelerator, dataset, batches, config, collate_fn)
+        made = loaders.make_loader(accelerator, dataset, batches, config, collate_fn)
+        there = made.dataset.dataset
         if is_moved and device.type == "cuda":
             assert (there, batches.device) == ("moved to cuda:1", device)
         else:

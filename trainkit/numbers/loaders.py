@@ -24,7 +24,7 @@ from torch.utils.data import (
 from trainkit.config import TrainingConfig
 from trainkit.launch.signals import outlive_signals
 from trainkit.numbers.orders import Order, num_used, weighted
-from trainkit.numbers.randoms import NUM_HELD, key, permute, remember_order, seed_host
+from trainkit.numbers.randoms import KNOWN, NUM_HELD, KnownOrder, key, permute, seed_host
 
 NUM_COMPUTED = 2**16  # how many positions of an order are computed at a time
 MAX_DEVICE_BYTES = 2**30  # data sets up to this size are moved to the device once
@@ -156,7 +156,7 @@ class EpochBatches(Sampler):
             if span.stop > known.stop:
                 known = range(span.start, min(span.start + num_computed, self.num_used))
                 part = self.order(epoch, known.start, known.stop).to(self.device)
-                remember_order(part)
+                KNOWN.append(KnownOrder(part))
             yield Slots(part[span.start - known.start : span.stop - known.start], self.batch_size)
 
     def _shuffled(self, epoch: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -240,10 +240,6 @@ class WholeBatches(Dataset):
             if isinstance(self.dataset, InMemory):
                 return self.dataset.__getitems__(indices.to(self.dataset.tensors[0].device))
             samples = self.dataset.__getitems__(indices.tolist())
-        elif type(self.dataset) in (list, tuple):
-            # Reading one draws nothing; a collate_fn that draws has the seed of the last, as below.
-            self._seed(int(indices[-1]))
-            samples = [self.dataset[index] for index in indices.tolist()]
         else:
             samples = []
             for index in indices.tolist():
@@ -325,53 +321,36 @@ def make_loaders(
 
 def make_loader(
     accelerator: Accelerator,
-    dataset: Dataset,
+    dataset: Any,
     batches: EpochBatches,
     config: TrainingConfig,
     collate_fn: Callable[[list], Any] | None,
 ) -> DataLoader:
     """Make a loader of these batches, which have a seed if they are to train with."""
     batches.is_read_by_run = False  # until Run reads it
-    dataset = on_device(accelerator, dataset, batches, config, collate_fn)
-    whole = WholeBatches(
-        dataset, collate_fn, config.seed, batches.epoch, tells_epoch=batches.seed is not None
-    )
+    makes_batches = batch_method(dataset, may_make_batch=collate_fn is None) == "make_batch"
     # make_batch only copies rows: that is faster here than passing a batch from a worker.
-    num_workers = 0 if whole.method == "make_batch" else config.num_workers
+    num_workers = 0 if makes_batches else config.num_workers
+    is_movable = type(dataset) is InMemory and num_workers == 0
+    if makes_batches:
+        # Not a `to` that is inherited: it returns a set of the class that it comes from, whose
+        # batches are others.
+        is_movable = hasattr(dataset, "nbytes") and "to" in vars(type(dataset))
+    is_on_card = accelerator.device.type == "cuda"
+    if is_on_card and is_movable and dataset.nbytes <= MAX_DEVICE_BYTES:
+        dataset = dataset.to(accelerator.device)
+        batches.device = accelerator.device
     return DataLoader(
-        whole,
+        WholeBatches(dataset, collate_fn, config.seed, batches.epoch, batches.seed is not None),
         batch_sampler=batches,
         collate_fn=already_made,
         num_workers=num_workers,
         timeout=config.timeout if num_workers else 0,  # a batch is lost if /dev/shm is full
         persistent_workers=num_workers > 0,
-        pin_memory=accelerator.device.type == "cuda" and batches.device.type == "cpu",
+        pin_memory=is_on_card and batches.device.type == "cpu",
         worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # else each iterator uses the global generator
     )
-
-
-def on_device(
-    accelerator: Accelerator,
-    dataset: Any,
-    batches: EpochBatches,
-    config: TrainingConfig,
-    collate_fn: Callable[[list], Any] | None,
-) -> Any:
-    """Move a set and the indices of its batches to the GPU, if that is possible and it fits."""
-    if accelerator.device.type != "cuda":
-        return dataset
-    is_movable = type(dataset) is InMemory and config.num_workers == 0
-    if batch_method(dataset, may_make_batch=collate_fn is None) == "make_batch":
-        # Not a `to` that is inherited: it returns a set of the class that it comes from, whose
-        # batches are others.
-        is_movable = hasattr(dataset, "nbytes") and "to" in vars(type(dataset))
-    if not is_movable or dataset.nbytes > MAX_DEVICE_BYTES:
-        return dataset
-    moved = dataset.to(accelerator.device)
-    if moved is not dataset:
-        batches.device = accelerator.device
-    return moved
 
 
 def already_made(batch: Any) -> Any:

@@ -16,7 +16,6 @@ from trainkit.repairs.private_names import version_of
 
 NUM_HELD = 2**18  # longer orders are computed in parts of at most this many numbers
 NUM_AT_ONCE = 2**16  # numbers that are drawn for the samples that come next
-MOST_USES = 16  # of the bits that are kept for an order
 GOLDEN = 0x9E3779B97F4A7C1  # odd; 5 * GOLDEN still fits into int64
 NUM_ROUNDS = 6  # of the Feistel network; with 4, neighbours too often stay neighbours
 
@@ -92,13 +91,11 @@ def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class KnownOrder:
-    """Indices of samples in the order in which batches have them, and what was drawn for them."""
+    """Indices of samples, int64, in the order in which batches have them."""
 
     def __init__(self, indices: torch.Tensor):
         self.indices = indices
         self.version = version_of(indices)
-        # By key and number of columns: a place in this order, and the bits from there on.
-        self.drawn: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
 
     def place_of(self, indices: torch.Tensor) -> int:
         """Where they begin; -1 unless they are a piece of this order, which nobody has changed."""
@@ -113,12 +110,8 @@ class KnownOrder:
         return place if is_piece else -1
 
 
-_known: deque[KnownOrder] = deque(maxlen=4)  # of loaders; older ones are read no more
-
-
-def remember_order(indices: torch.Tensor) -> None:
-    """Let numbers be drawn early for batches whose indices are slices of these, int64."""
-    _known.append(KnownOrder(indices))
+# Of loaders, whose batches are slices of them; older ones are read no more.
+KNOWN: deque[KnownOrder] = deque(maxlen=4)
 
 
 def _drawn(
@@ -131,19 +124,25 @@ def _drawn(
 
     A step then starts one operation on a GPU in place of 18, and they are the same numbers.
     """
-    orders = () if torch.compiler.is_compiling() else reversed(_known)
-    order = next((order for order in orders if order.place_of(indices) >= 0), None)
-    if order is None:
-        return make(number, indices, num)
-    place = order.place_of(indices)
-    start, bits = order.drawn.pop((number, num), (0, indices[:0]))
-    if not start <= place <= start + len(bits) - len(indices):
-        num_rows = max(len(indices), NUM_AT_ONCE // max(1, num))
-        start, bits = place, make(number, order.indices[place : place + num_rows], num)
-    order.drawn[number, num] = start, bits
-    if len(order.drawn) > MOST_USES:
-        del order.drawn[next(iter(order.drawn))]
-    return bits[place - start :][: len(indices)].clone()  # which a script may change
+    for order in () if torch.compiler.is_compiling() else reversed(KNOWN):
+        if (place := order.place_of(indices)) >= 0:
+            size = max(len(indices), NUM_AT_ONCE // max(1, num))
+            start = place - place % size
+            bits = _drawn_once(make, number, num, order, start, size + len(indices))
+            return bits[place - start :][: len(indices)].clone()  # which a script may change
+    return make(number, indices, num)
+
+
+@functools.lru_cache(maxsize=16)
+def _drawn_once(
+    make: Callable[[int, torch.Tensor, int], torch.Tensor],
+    number: int,
+    num: int,
+    order: KnownOrder,
+    start: int,
+    size: int,
+) -> torch.Tensor:
+    return make(number, order.indices[start : start + size], num)
 
 
 def seed_host(number: int) -> None:
