@@ -71,50 +71,14 @@ def sum_and_count(
 
 
 class NotYet(torch.Tensor):
-    """What run.mean(...) returns before the last micro-batch: any use of it is an error."""
+    """What run.mean(...) returns before the last micro-batch: every operation is an error."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        """Refuse every operation of torch."""
         raise RuntimeError(
             "run.mean(...) is the mean of a whole step, which --accumulate ends with the last "
             "micro-batch: use what it returns inside `if accelerator.sync_gradients:`"
         )
-
-
-class SampleMeans:
-    """Means over the samples of the current step: see Run.mean.
-
-    Attributes:
-        sums: of each call in a micro-batch, what was added up in each micro-batch so far.
-        number: of the next call in this micro-batch.
-    """
-
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.sums: list[list[torch.Tensor]] = []
-        self.number = 0
-
-    def mean(self, rows: torch.Tensor, num_micro_batches: int, num_in_step: int) -> torch.Tensor:
-        """The mean of rows, (samples, ...), as (...); every process must call this."""
-        if self.number == len(self.sums):
-            self.sums.append([])
-        sums = self.sums[self.number]
-        self.number += 1
-        sums.append(rows.detach().sum(0, dtype=exact_type(rows.device)))
-        if not self.accelerator.sync_gradients:
-            return torch.empty(0).as_subclass(NotYet)
-        if len(sums) != num_micro_batches:
-            raise RuntimeError(
-                f"run.mean(...) was called in {len(sums)} of the {num_micro_batches} micro-batches "
-                "of this step, and is the mean over all: call it in each, outside of "
-                "`if accelerator.sync_gradients:`"
-            )
-        total = torch.stack(sums).sum(0)
-        if self.accelerator.num_processes > 1:
-            total = self.accelerator.reduce(total, reduction="sum")
-        dtype = rows.dtype if rows.is_floating_point() else torch.get_default_dtype()
-        return (total / num_in_step).to(dtype)
 
 
 class RunningMeans:

@@ -23,8 +23,7 @@ from trainkit.text import count
 
 def check_prepared(accelerator: Accelerator, num_models: int) -> None:
     """Raise RuntimeError if what accelerator.prepare was given could not be trained or resumed."""
-    models = prepared_models(accelerator)
-    optimizers = prepared_optimizers(accelerator)
+    models, optimizers = prepared_models(accelerator), prepared_optimizers(accelerator)
     if num_models != len(models):
         raise RuntimeError(
             f"run.begin(...) got {count(num_models, 'model')} and accelerator.prepare "

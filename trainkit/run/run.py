@@ -124,41 +124,31 @@ class Run:
         models = self.models = self.prepared.models
         self.next_command = (plan or {}).get("next") or page_command(config, metadata)
         self.print(describe_plan(self, plan or {}))
-        # What is the same in every start: initial weights, and what a resume compares.
         started_from, weights_hash = start_from(accelerator, config)
         frozen = Frozen(models)
         fingerprint = fingerprint_run(
             accelerator, config, self.data_hashes, metadata, weights_hash, fixed
         )
-        # What each step changes, and what the run leaves.
         self.step = Step(accelerator, config, self.signals, models, self.length)
         self.resources.callback(self.step.release)
         self.means = RunningMeans(accelerator, self.signals.gather)
         self.ema = EMA(models, config.ema, self.prepared.optimizers)
         self.results = Results(accelerator, config, frozen, metadata, save_frozen)
         contents = Contents(accelerator, frozen, self.ema.values, fixed, fingerprint)
-        self._open_folder(contents, fingerprint)
-        with self.ema.trained_weights():
-            self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
-        self._start(started_from)
-
-    def _open_folder(self, contents: Contents, fingerprint: dict[str, Any]) -> None:
-        """Open the mirror and the checkpoints, and lock the run folder."""
         self.checkpoints = Checkpoints(
-            self.accelerator, self.config, fingerprint, self.log.tracker, self.means, contents
+            accelerator, config, fingerprint, self.log.tracker, self.means, contents
         )
         # Only now, as --mirror may have refused this run: it moves an earlier run aside.
-        if lock := open_run(self.accelerator, self.config):
+        if lock := open_run(accelerator, config):
             self.resources.callback(lock.release)
         self.resources.callback(self.checkpoints.commits.close)
-
-    def _start(self, started_from: str) -> None:
-        """Write run.json, and start what watches the steps."""
+        with self.ema.trained_weights():
+            self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
         if self.progress.step == 0 and started_from:
             self.print(started_from)
-        write_start(self.accelerator, self.config, self.project)  # a refused resume leaves them
+        write_start(accelerator, config, self.project)  # a refused resume leaves them
         num_steps = self.length.last_step - self.progress.step
-        self.profile = Profile(self.accelerator, self.config, num_steps, self.print)
+        self.profile = Profile(accelerator, config, num_steps, self.print)
         self.resources.callback(self.profile.close)
         self._seed("after begin")
 

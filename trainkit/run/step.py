@@ -19,7 +19,7 @@ from trainkit.numbers.loaders import share_of_batch
 from trainkit.numbers.means import (
     CountValues,
     Divisors,
-    SampleMeans,
+    NotYet,
     Selection,
     exact_type,
     sum_and_count,
@@ -75,7 +75,8 @@ class Step:
         self.num_evaluated: int | None = None
         self.losses: list[torch.Tensor] = []
         self.divisors = Divisors(accelerator, config.accumulate)
-        self.sample_means = SampleMeans(accelerator)
+        self.num_means = 0  # calls of run.mean(...) in this micro-batch
+        self.sums: dict[int, list[torch.Tensor]] = {}  # of each of them, for each micro-batch
         self.sizes = EqualSizes()
         self.clipped: set[torch.optim.Optimizer] = set()
         self.stepped: set[torch.optim.Optimizer] = set()
@@ -93,7 +94,7 @@ class Step:
         rate = self.rates["learning_rate"]
         self.name = f"step {progress.step + 1}, learning rate {rate:.4g}"
         self.num_done_in_step = 0
-        self.sample_means.sums = []
+        self.sums = {}
         # A short step may have fewer: what a script adds to the loss keeps its weight.
         self.accelerator.gradient_accumulation_steps = self.num_micro_batches
         self.sizes.num_steps += 1
@@ -130,7 +131,7 @@ class Step:
         # of processes and micro-batches. Samples that are made meanwhile reseed those of the host.
         seed_generators(device, key("batch", *self.seed_key, self.first))
         self.losses = []
-        self.sample_means.number = 0
+        self.num_means = 0
 
     def rows_of(self, rank: int, num_done_in_step: int) -> tuple[int, int]:
         """Return where the rows of a process start in a micro-batch, and their number."""
@@ -300,10 +301,24 @@ class Step:
 
     def mean_of_samples(self, values: torch.Tensor) -> torch.Tensor:
         """See Run.mean."""
-        self.sizes.check("run.mean(...)", values, self.num_samples, self.sample_means.number)
-        return self.sample_means.mean(
-            values[: self.num_samples], self.num_micro_batches, self.num_in_step
-        )
+        self.sizes.check("run.mean(...)", values, self.num_samples, self.num_means)
+        sums = self.sums.setdefault(self.num_means, [])
+        self.num_means += 1
+        own = values[: self.num_samples].detach()
+        sums.append(own.sum(0, dtype=exact_type(values.device)))
+        if not self.accelerator.sync_gradients:
+            return torch.empty(0).as_subclass(NotYet)
+        if len(sums) != self.num_micro_batches:
+            raise RuntimeError(
+                f"run.mean(...) was called in {len(sums)} of the {self.num_micro_batches} "
+                "micro-batches of this step, and is the mean over all: call it in each, outside of "
+                "`if accelerator.sync_gradients:`"
+            )
+        total = torch.stack(sums).sum(0)
+        if self.accelerator.num_processes > 1:
+            total = self.accelerator.reduce(total, reduction="sum")
+        dtype = values.dtype if values.is_floating_point() else torch.get_default_dtype()
+        return (total / self.num_in_step).to(dtype)
 
     def put(self, table: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
         """See Run.put."""
@@ -341,7 +356,5 @@ def sums_of(
         named, chosen = f"{call}, for {name},", (masks.get(name), weights_of.get(name))
         if chosen[0] is None and chosen[1] is None:
             sizes.check(named, value, num_samples)
-        yield (
-            name,
-            *sum_and_count(named, value.detach(), *chosen, num_samples == 0, exact_type(device)),
-        )
+        sums = sum_and_count(named, value.detach(), *chosen, num_samples == 0, exact_type(device))
+        yield name, *sums
