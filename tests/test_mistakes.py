@@ -246,7 +246,7 @@ MISTAKES = {
     ),
     "before_the_evaluation: replaces a weight": (
         lambda s: setattr(s.one, "bias", nn.Parameter(torch.zeros(4))),
-        "bias was replaced, added or removed after accelerator.prepare",
+        "bias was replaced, added, removed, frozen .* after accelerator.prepare",
     ),
     "before_the_evaluation: leaves a model in evaluation mode": (
         lambda s: s.one.eval(),
@@ -254,7 +254,7 @@ MISTAKES = {
     ),
     "before_the_evaluation: freezes a model": (
         lambda s: s.one.requires_grad_(False),
-        "requires_grad of a weight, or .* changed .*--start-from",
+        "weight was replaced, .*frozen .*--start-from",
     ),
     "begin: with one of two models": (
         lambda s: s.run.begin(s.one, {"pictures": "test"}),

@@ -191,15 +191,3 @@ def test_a_state_of_a_class_of_its_own_is_refused_or_trusted(tmp_path):
     with torch.serialization.safe_globals([Projector]):
         train(f"--epochs 1 --run-dir {tmp_path}/trusted")
         train(f"--epochs 1 --run-dir {tmp_path}/trusted --resume auto")
-
-
-@pytest.mark.parametrize(
-    "first, sentence",
-    [
-        (lambda: nn.LazyLinear(4), "weight of a model has no values yet: give a lazy layer"),
-        (lambda: nn.Linear(2, 4, device="meta"), "weight of a model has no values yet"),
-    ],
-)
-def test_a_weight_without_values_is_named(tmp_path, first, sentence):
-    with pytest.raises(Exception, match=sentence):
-        changed()(f"--run-dir {tmp_path}/run", first=first)

@@ -20,8 +20,7 @@ def compiled_with_model(function: Callable[Inputs, Output]) -> Callable[Inputs, 
 
     This is for what the loop does with whole batches outside of the model, such as augmentation.
     The function should get tensors and settings that stay the same: draw the random numbers, count
-    epochs and use numpy outside of it. What workers call, which make samples one by one, is not
-    compiled.
+    epochs and use numpy outside of it. In workers it is not compiled.
     """
 
     @functools.wraps(function)
@@ -37,10 +36,9 @@ def compiled_with_model(function: Callable[Inputs, Output]) -> Callable[Inputs, 
 class Compiling:
     """Lets models be compiled in the first step that has all its samples.
 
-    The last short batch of an epoch, evaluations and what the script does with a model elsewhere
-    have other shapes or modes, for each of which a model would be compiled again, for up to minutes
-    on a card. They use what is compiled if it fits, and else run as they are written. So after a
-    resume the same is compiled as before it. What a script compiles by itself is left alone.
+    Short batches and evaluations have other shapes or modes, for each of which a model would be
+    compiled again, for up to minutes on a card. They use what is compiled if it fits, and else run
+    as they are written. So after a resume the same is compiled as before it.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -53,15 +51,12 @@ class Compiling:
             _of_run.append(self)
 
     def start_step(self, is_whole: bool) -> None:
-        """Let models be compiled if this is the first step with all its samples.
-
-        And let CUDA graphs use the memory of the last step again. If nobody says when, they do so
-        at each call of something compiled that no backward is waiting for, and the pictures that a
-        compiled augmentation has made are lost when the model is called with them.
-        """
+        """Let models be compiled if this is the first step with all its samples."""
         if self.is_due and is_whole:
             torch.compiler.set_stance("default")
         if self.has_graphs:
+            # They use the memory of the last step again. By themselves they would do so at each
+            # call, and lose the pictures that a compiled augmentation has made for the model.
             torch.compiler.cudagraph_mark_step_begin()
 
     def finish_step(self, is_whole: bool) -> None:

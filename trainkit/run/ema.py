@@ -18,17 +18,13 @@ from trainkit.repairs.replaced import take_modes
 class EMA:
     """The moving average of all trained weights; a checkpoint has it.
 
-    It starts at the initial weights. Its decay rises to the given one as
-    min(decay, (1 + step) / (10 + step)), so that the initial weights do not dominate the average of
-    a short run (as in TensorFlow's ExponentialMovingAverage). Buffers are not averaged. The models
-    hold the average, except in the body of trained_weights(). With decay None nothing is averaged.
+    Its decay rises to the given one as min(decay, (1 + step) / (10 + step)), so that the initial
+    weights do not dominate the average of a short run (as in TensorFlow). Buffers are not averaged.
+    The models hold the average, except in the body of trained_weights().
 
     Schedule-Free optimizers (Defazio et al. 2024, arXiv:2405.15682) keep an average of their own,
     which their eval() puts into the models and train() takes out: both are called here alone, so
     that what is evaluated is what is written. Raises UsageError for one of them with a decay.
-
-    Args:
-        optimizers: all that are prepared.
 
     Attributes:
         values: for each model, by name: in the body of trained_weights() the averages, elsewhere
@@ -68,36 +64,27 @@ class EMA:
 
     @contextmanager
     def trained_weights(self) -> Iterator[None]:
-        """In the body, the models hold the weights being trained, for a step or a checkpoint.
-
-        It may be nested.
-        """
+        """In the body, which may be nested, the models hold the weights being trained."""
         was_in_models = self.in_models
         self.in_models = False
         if was_in_models:
-            self._take_out_averages()
+            self._swap()
+            with torch.no_grad():
+                for train, _ in self.modes:
+                    train()
+                for weight, value in zip(self.averaged, self.trained, strict=True):
+                    weight.copy_(value)  # train() only rounds to it
         try:
             yield
         finally:
             if was_in_models:
-                self._put_in_averages()
+                self._swap()
+                with torch.no_grad():
+                    for weight, value in zip(self.averaged, self.trained, strict=True):
+                        value.copy_(weight)
+                    for _, evaluate in self.modes:
+                        evaluate()
             self.in_models = was_in_models
-
-    @torch.no_grad()
-    def _take_out_averages(self) -> None:
-        self._swap()
-        for train, _ in self.modes:
-            train()
-        for weight, value in zip(self.averaged, self.trained, strict=True):
-            weight.copy_(value)  # train() only rounds to it
-
-    @torch.no_grad()
-    def _put_in_averages(self) -> None:
-        self._swap()
-        for weight, value in zip(self.averaged, self.trained, strict=True):
-            value.copy_(weight)
-        for _, evaluate in self.modes:
-            evaluate()
 
     @torch.no_grad()
     def _swap(self) -> None:

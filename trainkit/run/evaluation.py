@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader
@@ -36,17 +35,13 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def results_of(
-    accelerator: Accelerator,
-    loader: DataLoader,
-    call: str,
-    function: Callable[[Any], Any],
-    step: Step,
+    step: Step, loader: DataLoader, call: str, function: Callable[[Any], Any]
 ) -> Iterator[tuple[Any, range]]:
     """Yield function(batch) of this process's share of each batch, and which samples it is."""
-    batches = check_loader(accelerator, loader, call)
-    models = prepared_models(accelerator)
-    size, rank = batches.batch_size, accelerator.process_index
-    slots = size // accelerator.num_processes
+    batches = check_loader(step.accelerator, loader, call)
+    models = prepared_models(step.accelerator)
+    size, rank = batches.batch_size, step.accelerator.process_index
+    slots = size // step.accelerator.num_processes
     # Not inference_mode: FSDP could not train with its tensors afterwards.
     with torch.no_grad(), evaluating(models), batches.read_by_run():
         for batch, span in zip(loader, batches.spans(), strict=True):
@@ -64,11 +59,10 @@ def results_of(
 
 
 def evaluate(
-    accelerator: Accelerator,
+    step: Step,
     loader: DataLoader,
     compute_losses: Callable[[Any], dict[str, Any]],
     stopping: Callable[[], bool],
-    step: Step,
 ) -> dict[str, float]:
     """Return eval_samples, and the mean of each value of compute_losses(batch) as eval_NAME.
 
@@ -79,25 +73,22 @@ def evaluate(
     sample. Returns an empty dict if stopping(), which must be the same on all processes, is true
     after a batch.
     """
-    means = RunningMeans(accelerator)
-    sizes = EqualSizes()
-    for result, indices in results_of(accelerator, loader, EVALUATE, compute_losses, step):
+    means, sizes = RunningMeans(step.accelerator), EqualSizes()
+    for result, indices in results_of(step, loader, EVALUATE, compute_losses):
         values = dict(result)
         chosen = values.pop("mask", None), values.pop("weights", None)
-        num, device = len(indices), accelerator.device
-        means.add_all(sums_of(EVALUATE, values, *chosen, num, sizes, device))
+        means.add_all(sums_of(EVALUATE, values, *chosen, len(indices), sizes, means.dtype))
         if stopping():
             return {}
-    sizes.check_processes(accelerator)
+    sizes.check_processes(step.accelerator)
     return means.compute("eval") | {"eval_samples": len(loader.dataset)}
 
 
 def predict(
-    accelerator: Accelerator,
+    step: Step,
     loader: DataLoader,
     function: Callable[[Any], Any],
     stopping: Callable[[], bool],
-    step: Step,
 ) -> Any:
     """Return what function(batch) gives for each sample of a set, in its order, on every process.
 
@@ -116,7 +107,7 @@ def predict(
     """
     columns: dict[str, Any] = {}  # tensors or lists
     is_dict = False
-    for result, indices in results_of(accelerator, loader, PREDICT, function, step):
+    for result, indices in results_of(step, loader, PREDICT, function):
         is_dict = isinstance(result, dict)
         named = result if is_dict else {"": result}
         own = {name: on_host(rows, len(indices)) for name, rows in named.items()}

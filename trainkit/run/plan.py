@@ -1,12 +1,10 @@
 """Describe the plan of a run, read from the objects that carry it out, its world and metrics."""
 
-import contextlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +39,8 @@ def describe_plan(run: "Run", plan: dict[str, str]) -> str:
     num_parts = num_processes * config.accumulate
     left_out = num_train - length.num_used
     unused = f" (the last {left_out} of each shuffle are left out)" if left_out else ""
-    ends = f"{length.last_step} (--stop-after-steps) of " if config.stop_after_steps else ""
     num_steps = config.epochs * length.steps_per_epoch
+    ends = f"{length.last_step} (--stop-after-steps) of " if config.stop_after_steps else ""
     lines = {
         "device": describe_world(accelerator),
         **{name: text for name, text in plan.items() if name != "next"},
@@ -61,13 +59,14 @@ def describe_plan(run: "Run", plan: dict[str, str]) -> str:
             "BatchNorm: its numbers depend on how a batch is split, so other processes or "
             "micro-batches give other losses"
         )
-    kinds = {weight.dtype for weight in weights_of(*optimizers) if weight.dtype.itemsize == 2}
-    if kinds:
+    trained = {*weights_of(*optimizers)}
+    if any(weight.dtype.itemsize == 2 for weight in trained):
         lines["precision"] = (
-            f"weights of {str(*kinds).removeprefix('torch.')}, which small steps leave as they "
-            "are: keep them float32, and give --mixed_precision bf16 to accelerate launch"
+            "weights of 16 bits, which small steps leave as they are: keep them float32, and give "
+            "--mixed_precision bf16 to accelerate launch"
         )
-    if untrained := names_of_untrained(models, optimizers):
+    named = (pair for model in models for pair in model.named_parameters())
+    if untrained := [n for n, weight in named if weight.requires_grad and weight not in trained]:
         lines["not trained"] = (
             f"{count(len(untrained), 'weight')} in no optimizer, such as {untrained[0]}"
         )
@@ -86,15 +85,6 @@ def describe_rehearsal(script: Path) -> dict[str, str]:
     if mark_of_rehearsal(script).exists():
         return {}
     return {"not rehearsed": f"python -m trainkit.tools.rehearse {script}"}
-
-
-def names_of_untrained(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> list[str]:
-    """The weights that require a gradient and are in no optimizer, so that nothing trains them."""
-    trained = {*weights_of(*optimizers)}
-    pairs = (pair for model in models for pair in model.named_parameters())
-    return [name for name, weight in pairs if weight.requires_grad and weight not in trained]
 
 
 def describe_model(accelerator: Accelerator, model: nn.Module) -> str:
@@ -158,8 +148,8 @@ def describe_run(accelerator: Accelerator, config: TrainingConfig) -> dict[str, 
 def git_revision() -> str | None:
     """Return the commit of the script's folder, "-dirty" if files were edited; None without git."""
     git = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError):  # there is none
-        return (
-            subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
-        )
-    return None
+    try:
+        said = subprocess.run(git, capture_output=True, text=True, check=False).stdout
+    except OSError:  # there is none
+        return None
+    return said.strip() or None

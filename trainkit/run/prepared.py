@@ -37,7 +37,12 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
         )
     if not optimizers:
         raise RuntimeError("accelerator.prepare was given no optimizer: prepare every optimizer")
-    check_tensors(models)
+    states = (pair for model in models for pair in model.state_dict().items())
+    if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
+        raise RuntimeError(
+            f"{others[0]} of a model is not a tensor with its own storage, and checkpoints hold "
+            "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
+        )
     strange = {*weights_of(*optimizers)} - {w for model in models for w in model.parameters()}
     if strange:
         raise RuntimeError(
@@ -57,22 +62,6 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
                 "would restart it: prepare it with its optimizer, or, if it is not torch's, give "
                 "it to accelerator.register_for_checkpointing(...)"
             )
-
-
-def check_tensors(models: Sequence[nn.Module]) -> None:
-    """Raise RuntimeError if a weight has no values, or a checkpoint could not hold a state."""
-    named = (pair for model in models for pair in model.named_parameters())
-    if empty := [n for n, w in named if w.is_meta or nn.parameter.is_lazy(w)]:
-        raise RuntimeError(
-            f"{empty[0]} of a model has no values yet: give a lazy layer a batch, or load what is "
-            "on the meta device, before the optimizer is made"
-        )
-    states = (pair for model in models for pair in model.state_dict().items())
-    if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
-        raise RuntimeError(
-            f"{others[0]} of a model is not a tensor with its own storage, and checkpoints hold "
-            "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
-        )
 
 
 def check_loader(
@@ -105,6 +94,8 @@ class Prepared:
 
     Attributes:
         models: the models without the wrappers of DDP and torch.compile.
+        parts: their layers and weights, and whether each is trained.
+        saved: where the schedules are in the checkpoint.
     """
 
     def __init__(self, accelerator: Accelerator, wrapped: nn.Module | Sequence[nn.Module]):
@@ -118,31 +109,24 @@ class Prepared:
             if is_trained(model) and not any(layer.training for layer in model.modules()):
                 model.train()
         fix_bucket_order(*self.wrapped)
-        self.requires_grad = self._requires_grad()
-        self.layers = [*self._layers()]
-        self.saved: list[Any] | None = None  # where the schedules are in the checkpoint
+        self.parts = [*self._parts()]
+        self.saved: list[Any] | None = None
 
     def note(self) -> None:
         """Remember where the schedules are, which must not change until the next step."""
         self.saved = self._positions()
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if requires_grad, train mode or a schedule was changed."""
-        if self.requires_grad != self._requires_grad():
-            raise RuntimeError(
-                "requires_grad of a weight, or the groups of an optimizer, were changed after "
-                "accelerator.prepare(...), so that no checkpoint would fit: to unfreeze weights, "
-                "start a new run with --start-from, or keep them trainable from the start, in a "
-                "group whose learning rate is 0 until then (docs/loop.md, unfreezing)"
-            )
-        # While a sharded model computes, other objects stand for its weights.
-        for before, now in zip_longest(self.layers, self._layers()):
-            if before is None or now is None or before[1] is not now[1]:
-                name, _ = before or now
+        """Raise RuntimeError if weights, layers, train mode or a schedule were changed."""
+        for before, now in zip_longest(self.parts, self._parts()):
+            if None in (before, now) or before[1] is not now[1] or before[2] != now[2]:
                 raise RuntimeError(
-                    f"{name or 'a model'} was replaced, added or removed after "
-                    "accelerator.prepare(...), so no optimizer trains what is there now: do that "
-                    "before the optimizer is made"
+                    f"{(before or now)[0] or 'a model'} was replaced, added, removed, frozen or "
+                    "unfrozen after accelerator.prepare(...), so neither an optimizer nor a "
+                    "checkpoint would fit: do that before the optimizer is made; to unfreeze "
+                    "weights, start a new run with --start-from, or keep them trainable from the "
+                    "start, in a group whose learning rate is 0 until then (docs/loop.md, "
+                    "unfreezing)"
                 )
         if not all(model.training for model in self.models if is_trained(model)):
             raise RuntimeError(
@@ -155,14 +139,14 @@ class Prepared:
                 "the checkpoint lacks the change: do that before"
             )
 
-    def _layers(self) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+    def _parts(self) -> Iterator[tuple[str, Any, bool]]:
         for model in self.models:
-            yield from model.named_modules()
-            if not self.accelerator.is_fsdp2:
-                yield from model.named_parameters()
-
-    def _requires_grad(self) -> list[bool]:
-        return [weight.requires_grad for weight in weights_of(*self.optimizers)]
+            yield from ((name, layer, True) for name, layer in model.named_modules())
+            # While a sharded model computes, other objects stand for its weights.
+            for name, weight in model.named_parameters():
+                yield name, None if self.accelerator.is_fsdp2 else weight, weight.requires_grad
+        for weight in weights_of(*self.optimizers):
+            yield "a weight of an optimizer", weight, weight.requires_grad
 
     def _positions(self) -> list[Any]:
         schedules = prepared_schedulers(self.accelerator)

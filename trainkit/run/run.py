@@ -272,24 +272,41 @@ class Run:
         weights: Tensor | None = None,
         over: str | None = None,
     ) -> Tensor:
-        """The mean of `values` over the whole step, for accelerator.backward: see Step.mean.
+        """This process's share of the mean of `values` over the step, for accelerator.backward.
 
-        A loss may be the sum of several means, each over what its own mask or weights select. Every
-        process must make the same calls; where nothing counts, with a mask that is all False.
+        Its gradient is that of the mean over all processes and micro-batches. A padding sample
+        counts nothing. A value that is not finite gives NaN gradients on all processes. A loss may
+        be a sum of several means. Every process must make the same calls.
+
+        Args:
+            values: (samples, ...), the losses of this process's batch, with reduction="none";
+                without mask or weights the mean is over all dimensions.
+            mask: bool, True for the values that count, such as the tokens of an answer.
+            weights: float: the mean is sum(weights * values) / sum(weights). With mask or weights,
+                of the shape of `values`, these may have any; if nothing counts, the gradient is 0.
+            over: the name by which count=, of run.steps, returns how many values count.
+
+        Raises RuntimeError if values are already reduced, or are not of this batch, and UsageError
+        for a mask or weights with --accumulate above 1 without count=.
         """
         return self.step.mean(values, mask, weights, over)
 
     @allowed("backward")
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
-        """Clip several optimizers by their joint norm, before their steps: see Step.clip_and_check.
+        """Clip several optimizers to --clip-norm by their joint norm, before their steps.
 
-        Without it each is clipped by its own. Inside an accumulation window it does nothing.
+        Without it each is clipped by its own. Raises RunFailure on all processes if the norm is not
+        finite; on a GPU that is noticed one step later, but always before a checkpoint.
         """
         self.step.clip_and_check(*optimizers)
 
     @allowed(*IN_BATCH)
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """The rows of the whole batch, and where this process's rows start: see Step.gather."""
+        """The rows of the whole batch, of all processes, and where this process's rows start.
+
+        This is for losses that compare the samples of a batch with each other. Gradients flow back
+        to the process that a row came from. Raises UsageError with --accumulate above 1.
+        """
         return self.step.gather(rows)
 
     @allowed(*IN_BATCH)
@@ -324,8 +341,8 @@ class Run:
         at each evaluation; those whose name begins with "loss" also every --log-every steps.
         mask, weights: a tensor for all values, or a dict with one for some of the names.
         """
-        num, sizes, device = self.step.num_samples, self.step.sizes, self.accelerator.device
-        self.means.add_all(sums_of("run.add(...)", values, mask, weights, num, sizes, device))
+        num, sizes, dtype = self.step.num_samples, self.step.sizes, self.means.dtype
+        self.means.add_all(sums_of("run.add(...)", values, mask, weights, num, sizes, dtype))
 
     @allowed(*IN_BATCH, "trained")
     def stop(self) -> None:
@@ -405,7 +422,7 @@ class Run:
             # Only an evaluation that is due can be recorded as still to be done.
             return is_due and self.signals.requested()
 
-        collected = collect(self.accelerator, loader, function, stopping, self.step)
+        collected = collect(self.step, loader, function, stopping)
         if is_due:
             self.checkpoints.state.check_unchanged("the last step", "or after the evaluation")
         if self.signals.stopping:

@@ -65,8 +65,7 @@ class Step:
         self.optimizers = prepared_optimizers(accelerator)
         self.guard = FiniteGuard(accelerator)
         self.loop = LoopGuard(accelerator)
-        # Samples per micro-batch, over all processes.
-        self.micro_batch_size = config.batch_size // config.accumulate
+        self.micro_batch_size = config.batch_size // config.accumulate  # over all processes
         self.seed_key: tuple[int, ...] = ()
         self.name = ""
         self.rates: dict[str, float] = {}
@@ -147,24 +146,10 @@ class Step:
         weights: torch.Tensor | None,
         over: str | None = None,
     ) -> torch.Tensor:
-        """This process's share of the mean of `values` in the step, for accelerator.backward.
+        """See Run.step_mean.
 
-        The gradient becomes that of the mean over the whole step, over all processes and
-        micro-batches: DDP, or FSDP2, divides by the number of processes and Accelerate by that of
-        micro-batches, so this multiplies by both. A value that is not finite gives NaN gradients
-        on all processes. A padding sample, of a process that has none, counts nothing.
-
-        Args:
-            values: (samples, ...), the losses of this process's batch, with reduction="none";
-                without mask or weights the mean is over all dimensions.
-            mask: bool, True for the values that count, such as the tokens of an answer.
-            weights: float, the weight of each value: the mean is sum(weights * values) /
-                sum(weights) over the whole step. With mask or weights, `values` may have any shape,
-                the same as theirs. If nothing counts, the gradient is 0.
-            over: the name by which count=, of run.steps, returns how many values count.
-
-        Raises RuntimeError if values are already reduced, or are not of this batch, and UsageError
-        for a mask or weights with --accumulate above 1 without count=.
+        DDP, or FSDP2, divides by the number of processes and Accelerate by that of micro-batches,
+        so this multiplies by both.
         """
         selection = weights if mask is None else mask
         if selection is None:
@@ -183,13 +168,7 @@ class Step:
         return mean
 
     def clip_and_check(self, *optimizers: AcceleratedOptimizer) -> None:
-        """Clip the gradients to --clip-norm; stop all processes if they are not finite.
-
-        Each optimizer is clipped by its own norm before its step, so a script calls this only to
-        clip several by the joint norm of their gradients. On a GPU a norm that is not finite is
-        noticed one step later, but always before a checkpoint. Every process must call this. Raises
-        RunFailure on all of them.
-        """
+        """See Run.clip_and_check."""
         if self.accelerator.sync_gradients:
             self._clip(*(optimizer.optimizer for optimizer in optimizers))
 
@@ -265,7 +244,6 @@ class Step:
         self.guard.finish(*self.optimizers)
 
     def _check_shares(self) -> None:
-        """Raise RuntimeError if the processes had means over values of other sizes or numbers."""
         self.sizes.check_processes(self.accelerator)
         self.divisors.check()
 
@@ -275,16 +253,7 @@ class Step:
         self.compiling.release()
 
     def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return the rows of the whole batch, of all processes, and where this process's start.
-
-        This is for losses that compare the samples of a batch with each other. Gradients flow back
-        to the process that a row came from. The row of padding is in no process's result. Every
-        process must call this. Raises UsageError with --accumulate above 1, and RuntimeError if the
-        rows are not those of this batch.
-
-        Args:
-            rows: (samples, ...) of this process's batch.
-        """
+        """See Run.gather."""
         if self.config.accumulate > 1:
             raise UsageError(
                 f"--accumulate {self.config.accumulate}: this loss compares the samples of a whole "
@@ -293,7 +262,6 @@ class Step:
         return self._gather("run.gather(...)", rows), min(self.first, self.num_in_step - 1)
 
     def _gather(self, call: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of this micro-batch of all processes."""
         check_rows(call, rows, self.num_samples)
         ranks = range(self.accelerator.num_processes)
         nums = [self.rows_of(rank, self.num_done_in_step)[1] for rank in ranks]
@@ -340,7 +308,7 @@ def sums_of(
     weights: Selection,
     num_samples: int,
     sizes: EqualSizes,
-    device: torch.device,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, torch.Tensor, int | torch.Tensor]]:
     """Yield name, sum and number of each of these values of a batch, or of those that count."""
     masks, weights_of = (
@@ -356,5 +324,4 @@ def sums_of(
         named, chosen = f"{call}, for {name},", (masks.get(name), weights_of.get(name))
         if chosen[0] is None and chosen[1] is None:
             sizes.check(named, value, num_samples)
-        sums = sum_and_count(named, value.detach(), *chosen, num_samples == 0, exact_type(device))
-        yield name, *sums
+        yield name, *sum_and_count(named, value.detach(), *chosen, num_samples == 0, dtype)
