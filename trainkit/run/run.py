@@ -135,6 +135,17 @@ class Run:
         self.ema = EMA(models, config.ema, self.prepared.optimizers)
         self.results = Results(accelerator, config, frozen, metadata, save_frozen)
         contents = Contents(accelerator, frozen, self.ema.values, fixed, fingerprint)
+        self._open_folder(contents, fingerprint)
+        if self.progress.step == 0 and started_from:
+            self.print(started_from)
+        write_start(accelerator, config, self.project)  # a refused resume leaves them
+        num_steps = self.length.last_step - self.progress.step
+        self.profile = Profile(accelerator, config, num_steps, self.print)
+        self.resources.callback(self.profile.close)
+        self._seed("after begin")
+
+    def _open_folder(self, contents: Contents, fingerprint: dict[str, Any]) -> None:
+        accelerator, config = self.accelerator, self.config
         self.checkpoints = Checkpoints(
             accelerator, config, fingerprint, self.log.tracker, self.means, contents
         )
@@ -144,13 +155,6 @@ class Run:
         self.resources.callback(self.checkpoints.commits.close)
         with self.ema.trained_weights():
             self.progress = self.checkpoints.resume(config.resume, self.length.last_step)
-        if self.progress.step == 0 and started_from:
-            self.print(started_from)
-        write_start(accelerator, config, self.project)  # a refused resume leaves them
-        num_steps = self.length.last_step - self.progress.step
-        self.profile = Profile(accelerator, config, num_steps, self.print)
-        self.resources.callback(self.profile.close)
-        self._seed("after begin")
 
     def _seed(self, place: str, *position: int) -> None:
         """Seed what the script draws where no batch is, so that a resume draws the same there."""
