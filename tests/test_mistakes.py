@@ -281,8 +281,8 @@ MISTAKES = {
         lambda s: s.run.begin((s.one, s.two), {"classes": {1}}),
         "the metadata of run.begin.* holds 'classes'",
     ),
-    "before_the_evaluation: a state that no checkpoint holds": (
-        lambda s: s.run.state.update(x=[{1}]),
+    "before_the_loss: a state that no checkpoint holds": (
+        lambda s, batch: s.run.state.update(x=[{1}]),
         r"run.state\['x'\]\[0\] is a set, which cannot be saved without pickle",
     ),
     "after_the_epoch: a schedule steps": (
