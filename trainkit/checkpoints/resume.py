@@ -29,7 +29,6 @@ from trainkit.repairs.private_names import prepared_loaders, prepared_models
 from trainkit.store.atomic import remove_tree, rename_free, sync
 from trainkit.store.manifest import step_name, steps_in, verify
 from trainkit.store.weights import check_weights_file
-from trainkit.text import shorten
 
 # A flag, or an entry of the metadata (JSON), that an older script did not have, changes nothing.
 NOT_IN_USE: tuple[Any, ...] = (None, False, 0, "", [], {}, "null", "false", '""', "[]", "{}")
@@ -216,23 +215,12 @@ def world_facts(accelerator: Accelerator, num_micro_batches: int) -> dict[str, A
     }
 
 
-def what_differs(
-    trainer: dict[str, Any], world: dict[str, Any], sources: dict[str, str]
-) -> Iterator[str]:
-    """Yield a sentence for each difference between a checkpoint and what goes on with it now.
-
-    trainer is empty for a new run.
-    """
-    before = trainer.get("world", world)
+def what_differs(trainer: dict[str, Any], world: dict[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each difference between the worlds of a checkpoint and of this run."""
+    before = trainer.get("world", world)  # there is no checkpoint of a new run
     for name in world:
         if before[name] != world[name]:
             yield (
                 f"{name} was {before[name]!r} and is {world[name]!r}: the run continues at the "
                 "same sample, but bits may differ from here"
             )
-    before = trainer.get("sources", sources)
-    if changed := sorted(n for n in sources if before.get(n, sources[n]) != sources[n]):
-        yield (
-            f"{shorten(changed)} differs from what wrote this checkpoint: the run continues with "
-            "the code as it is now"
-        )

@@ -6,9 +6,8 @@
         MANIFEST.json               size and hash of every file
 
 save() calls accelerator.save_state and resume() calls accelerator.load_state, or for a sharded run
-what parts.py has instead. Three things that load_state restores are not used: random states, on
-which nothing depends; the count of micro-batches, which is 0 between two steps; and the kernels
-("fused", "foreach") of a parameter group, which this run's YAML chooses.
+what parts.py has instead. Of what load_state restores three things are not used: random states, the
+count of micro-batches, and the kernels ("fused", "foreach") of a parameter group.
 """
 
 import json
@@ -40,14 +39,13 @@ from trainkit.checkpoints.state import State
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
 from trainkit.hashes import digest_file
-from trainkit.launch.nodes import hash_sources
 from trainkit.launch.processes import failing_together, on_main, wait_for_all
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.optim import keep_when_loading
 from trainkit.numbers.orders import Progress
 from trainkit.numbers.randoms import seed_host
 from trainkit.repairs.private_names import prepared_models, prepared_optimizers
-from trainkit.repairs.replaced import count_micro_batches_anew, without_loss_scale
+from trainkit.repairs.replaced import count_micro_batches_anew
 from trainkit.store.atomic import sync
 from trainkit.store.jsons import to_json
 from trainkit.store.log import JsonlTracker
@@ -80,7 +78,6 @@ class Checkpoints:
         registered = {"accelerator.register_for_checkpointing(...)": contents.kinds}
         self.fingerprint = json.loads(to_json(fingerprint | registered, default=str))
         self.world = world_facts(accelerator, max(1, config.accumulate))
-        self.sources = hash_sources()  # as this process has read them, whatever is edited later
         self.time_limit = config.time_limit
         self.has_mirror = config.mirror is not None
         self.mirror = open_mirror(accelerator, config)  # on the main process
@@ -144,7 +141,6 @@ class Checkpoints:
             "rows": self.tracker.num_rows,
             "fingerprint": self.fingerprint,
             "world": self.world,
-            "sources": self.sources,
             "moved": [sorted(names) for names in self.contents.frozen.moved],
         }
 
@@ -209,7 +205,7 @@ class Checkpoints:
             if accelerator.is_main_process:
                 # The run continues from this checkpoint. Rows are truncated only after later
                 # checkpoints are renamed: if this is killed halfway, "auto" can still resume.
-                said += what_differs(trainer, self.world, self.sources)
+                said += what_differs(trainer, self.world)
                 said += abandon_later(self.directory, progress.step, path)
                 self.tracker.truncate(trainer["rows"] if path else 0)
                 sync(self.directory.parent)
@@ -234,8 +230,7 @@ class Checkpoints:
 
     def _load_state(self, folder: Path) -> None:
         accelerator = self.accelerator
-        is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
-        with without_loss_scale(accelerator, hide=is_new_scale), safe_globals(parts.SAFE):
+        with safe_globals(parts.SAFE):
             accelerator.load_state(
                 folder.resolve(),  # load_state would expand a ~
                 load_kwargs={"mmap": True, "weights_only": True},

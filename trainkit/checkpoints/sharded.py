@@ -7,6 +7,7 @@ their fingerprint.
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +27,8 @@ from trainkit.numbers.randoms import Dropout
 from trainkit.repairs.private_names import (
     is_trained,
     named_weights,
+    prepared_optimizers,
+    prepared_schedulers,
     tree_leaves,
     tree_map_only,
 )
@@ -61,34 +64,40 @@ def shard(accelerator: Accelerator) -> None:
             "fsdp_offload_params: see accelerate_configs/2cpu_fsdp.yaml"
         )
 
-    def prepare_sharded(prepare: Callable[..., Any], *objects: Any) -> Any:
-        models = owners(objects)
-        prepared = dict[int, Any]()
-        for number in sorted(set(models)):  # Accelerate shards one model in a call
-            numbers = [n for n, of in enumerate(models) if of == number]
-            weights: list[tuple[torch.optim.Optimizer, int, list]] = []
-            for item in (objects[n] for n in numbers):
-                if isinstance(item, nn.Module) and not is_sharded(item):
-                    get_ready(accelerator, item)
-                elif isinstance(item, torch.optim.Optimizer):
-                    weights += ((item, n, [*g["params"]]) for n, g in enumerate(item.param_groups))
-            with as_usage_error("the model cannot be sharded"):
-                for n in numbers:
-                    if isinstance(objects[n], nn.Module) and not is_trained(objects[n]):
-                        prepared[n] = prepare_untrained(accelerator, objects[n])
-                numbers = [n for n in numbers if n not in prepared]
-                made = prepare(*(objects[n] for n in numbers)) if numbers else []
-            for optimizer, n, params in weights:
-                # Accelerate mixes up weights whose part on this process is empty.
-                if any(hasattr(param, "full_tensor") for param in params):
-                    optimizer.param_groups[n]["params"] = params
-                _move_state(optimizer, params, optimizer.param_groups[n]["params"])
-            prepared |= zip(numbers, made if len(numbers) != 1 else [made], strict=True)
-        result = tuple(prepared[n] for n in range(len(objects)))
-        return result if len(objects) > 1 else result[0]
-
     _use(accelerator, plugin)
-    wrap_method(accelerator, "prepare", prepare_sharded)
+    wrap_method(accelerator, "prepare", partial(_prepare_sharded, accelerator))
+
+
+def _prepare_sharded(accelerator: Accelerator, prepare: Callable, *objects: Any) -> Any:
+    """accelerator.prepare, model by model, because Accelerate shards one in a call."""
+    models = owners(objects)
+    prepared = dict[int, Any]()
+    for number in sorted(set(models)):
+        numbers = [n for n, of in enumerate(models) if of == number]
+        weights: list[tuple[torch.optim.Optimizer, int, list]] = []
+        for item in (objects[n] for n in numbers):
+            if isinstance(item, nn.Module) and not is_sharded(item):
+                get_ready(accelerator, item)
+            elif isinstance(item, torch.optim.Optimizer):
+                weights += ((item, n, [*g["params"]]) for n, g in enumerate(item.param_groups))
+        with as_usage_error("the model cannot be sharded"):
+            for n in numbers:
+                if isinstance(objects[n], nn.Module) and not is_trained(objects[n]):
+                    prepared[n] = prepare_untrained(accelerator, objects[n])
+            numbers = [n for n in numbers if n not in prepared]
+            made = prepare(*(objects[n] for n in numbers)) if numbers else []
+        for optimizer, n, params in weights:
+            # Accelerate mixes up weights whose part on this process is empty.
+            if any(hasattr(param, "full_tensor") for param in params):
+                optimizer.param_groups[n]["params"] = params
+            _move_state(optimizer, params, optimizer.param_groups[n]["params"])
+        prepared |= zip(numbers, made if len(numbers) != 1 else [made], strict=True)
+    result = tuple(prepared[n] for n in range(len(objects)))
+    # In the order of the call, by which a checkpoint numbers them.
+    order = {id(item): n for n, item in enumerate(result)}
+    for known in (prepared_optimizers(accelerator), prepared_schedulers(accelerator)):
+        known.sort(key=lambda item: order.get(id(item), -1))
+    return result if len(objects) > 1 else result[0]
 
 
 def _move_state(
@@ -206,11 +215,7 @@ def get_ready(accelerator: Accelerator, model: nn.Module, is_whole: bool = True)
 
 
 def owners(objects: Sequence[Any]) -> list[int]:
-    """For each object the number of the model that it belongs to; the last for data loaders.
-
-    Raises UsageError if optimizers or schedules are not in the order of their models: their files
-    in a checkpoint would have other numbers than without sharding.
-    """
+    """For each object the number of the model that it belongs to; the last for data loaders."""
     numbers = []
     models = [item for item in objects if isinstance(item, nn.Module)]
     of = {id(weight): n for n, model in enumerate(models) for weight in model.parameters()}
@@ -220,13 +225,6 @@ def owners(objects: Sequence[Any]) -> list[int]:
             numbers.append(models.index(item))
         else:
             numbers.append(of.get(id(groups[0]["params"][0]), 0) if groups else len(models) - 1)
-    for kind in (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler):
-        of_kind = [n for n, item in zip(numbers, objects, strict=True) if isinstance(item, kind)]
-        if of_kind != sorted(of_kind):
-            raise UsageError(
-                "sharded weights need optimizers and schedules in the order of their models in "
-                "accelerator.prepare(...)"
-            )
     return numbers
 
 

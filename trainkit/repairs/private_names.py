@@ -26,8 +26,6 @@ from torch.utils._pytree import (
 )
 from torch.utils.data import DataLoader
 
-COMPILED = "_orig_mod."
-
 __all__ = [
     "BatchNorm",
     "keystr",
@@ -114,7 +112,7 @@ def frame_of_thread(thread: int) -> FrameType | None:
 
 def plain_name(name: str) -> str:
     """The name of a weight without what torch.compile(model) puts into it."""
-    return name.replace(COMPILED, "")
+    return name.replace("_orig_mod.", "")
 
 
 def precision_of_notebook_launcher() -> str:

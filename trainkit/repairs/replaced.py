@@ -14,8 +14,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import accelerate.accelerator
@@ -32,7 +31,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit.repairs.private_names import (
-    COMPILED,
     is_trained,
     mesh_groups,
     plain_name,
@@ -51,16 +49,13 @@ def fix_bucket_order(*models: nn.Module) -> None:
     """Make DistributedDataParallel sum gradients in the same order from the first step on.
 
     It rebuilds its buckets after its first backward pass, which changes the last bit of a sum of
-    three or more, so the first step of a resumed run would differ. This makes one backward pass of
-    the sum of all parameters and discards the gradients. Every process must call this.
+    three or more. So this makes one, of the sum of all parameters. Every process must call this.
     """
-    for model in models:
-        parallel = without_compiler(model)
+    for parallel in map(without_compiler, models):
         if not isinstance(parallel, nn.parallel.DistributedDataParallel):
             continue
         module, forward = parallel.module, parallel.module.forward
-        ignored = parallel.parameters_to_ignore
-        named = module.named_parameters()
+        ignored, named = parallel.parameters_to_ignore, parallel.module.named_parameters()
         parameters = [p for n, p in named if p.requires_grad and n not in ignored]
         module.forward = lambda own=parameters: sum(parameter.sum() for parameter in own)
         try:
@@ -76,10 +71,9 @@ def share_frozen_weights(
 ) -> None:
     """Keep frozen weights memory-mapped as from_pretrained loads them, once per machine.
 
-    By itself Accelerate moves a model to cpu:0, which is not the same as cpu, and
-    DistributedDataParallel overwrites the weights with those of the first process. `frozen` returns
-    the frozen weights of a model by name. Weights with sparse gradients are left to clip_gradients:
-    beside them torch 2.14 halves the gradients of some other weights, in two processes with gloo.
+    Accelerate moves a model to cpu:0, which is not the same as cpu, and DistributedDataParallel
+    overwrites weights. Those with sparse gradients are left to clip_gradients: beside them torch
+    2.14 halves the gradients of some other weights, in two processes with gloo.
     """
     prepare = accelerator.prepare_model
 
@@ -130,10 +124,7 @@ def copy_shards(accelerator: Accelerator, num_copies: int) -> None:
 
 
 def end_with_this_batch(loader: DataLoader, is_last: bool) -> None:
-    """Let accelerator.accumulate end the step with the batch that comes next, or not.
-
-    By itself it ends one with the last batch that was read, also if run.steps(count=) reads ahead.
-    """
+    """Let accelerator.accumulate end the step with the next batch, also if more are read ahead."""
     loader.end_of_dataloader = is_last
 
 
@@ -162,14 +153,11 @@ def wrap_method(accelerator: Accelerator, name: str, wrapper: Callable[..., Any]
 
 
 def prepare_untrained(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shard a model without trainable weights, which Accelerate refuses to without an optimizer.
-
-    The weights are given back after each forward pass, as no backward pass follows.
-    """
+    """Shard a model without trainable weights, which Accelerate refuses to without an optimizer."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     model = fsdp2_prepare_model(accelerator, model)
-    model.set_reshard_after_forward(True)
+    model.set_reshard_after_forward(True)  # as no backward pass follows
     accelerator._models.append(model)
     return model
 
@@ -203,8 +191,8 @@ def take_loss_scale(
 ) -> Callable[[], object]:
     """Return a function that updates the loss scale of fp16, which Accelerate then no longer does.
 
-    It would do so after the step of each optimizer, so that a second one would unscale by a changed
-    scale. before_step(optimizer) is called ahead of each step, also of one that the scaler skips.
+    It would do so after each optimizer, so that a second one would unscale by a changed scale.
+    before_step(optimizer) is called ahead of each step, also of one that the scaler skips.
     """
     scaler = accelerator.scaler
     if scaler is None:
@@ -213,17 +201,6 @@ def take_loss_scale(
     update = scaler.update
     scaler.update = lambda: None
     return update
-
-
-@contextmanager
-def without_loss_scale(accelerator: Accelerator, hide: bool) -> Iterator[None]:
-    """In the body Accelerate has no loss scale if `hide`, so load_state does not look for one."""
-    scaler = accelerator.scaler
-    accelerator.scaler = None if hide else scaler
-    try:
-        yield
-    finally:
-        accelerator.scaler = scaler
 
 
 def take_registered(accelerator: Accelerator) -> list[Any]:
@@ -245,35 +222,27 @@ def name_without_compiler(model: nn.Module) -> nn.Module:
     Returns the model.
     """
 
-    def rename(state: dict[str, Any], prefix: str, wrapped: str) -> None:
-        """Give the values below a prefix the names that the module has."""
-        for name in [name for name in state if name.startswith(prefix)]:
-            new = prefix + wrapped + plain_name(name.removeprefix(prefix))
-            state[new] = state.pop(name)
-
-    def after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        rename(state, prefix, "")
+    def after_state_dict(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        for name in [*state]:
+            state[plain_name(name)] = state.pop(name)
 
     def before_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        rename(state, prefix, COMPILED if is_compiled(module) else "")
+        named = [*module.named_parameters(remove_duplicate=False)]
+        named += module.named_buffers(remove_duplicate=False)
+        real = {prefix + plain_name(name): prefix + name for name, _ in named}
+        for name in [*state]:
+            state[real.get(plain_name(name), name)] = state.pop(name)
 
-    def is_compiled(module: nn.Module) -> bool:
-        return [name for name, _ in module.named_children()] == [COMPILED.rstrip(".")]
-
-    for module in model.modules():
-        if module is model or is_compiled(module):
-            module.register_load_state_dict_pre_hook(before_load)
-        if is_compiled(module):
-            module.register_state_dict_post_hook(after_state_dict)
+    model.register_state_dict_post_hook(after_state_dict)
+    model.register_load_state_dict_pre_hook(before_load)
     return model
 
 
 def skip_the_compiler() -> None:
     """Let optimizers and DistributedDataParallel work without importing torch's compiler.
 
-    A start takes 1.1 s of CPU less, and a start of two processes 3.7 s. torch imports the compiler
-    to exempt methods from compilation. Accelerate compiles only the model, so this puts the plain
-    methods in place from the start. Hooks on a step are still called.
+    torch imports it to exempt methods from compilation, 1.1 s of CPU of a start, 3.7 s of two
+    processes. Accelerate compiles only the model, so this puts the plain methods in place.
     """
     compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
     if compiles or "torch._dynamo" in sys.modules:
@@ -302,10 +271,7 @@ class Later:
 
 
 def look_for_lomo_once() -> None:
-    """Tell Python once that lomo_optim is not installed, for which Accelerate looks in each step.
-
-    That was 6 to 8 % of the CPU time of `train_regression.py --epochs 100`.
-    """
+    """Tell Python that lomo_optim is not installed, for which Accelerate looks in each step."""
     if importlib.util.find_spec("lomo_optim") is None:
         sys.modules["lomo_optim"] = None  # type: ignore[assignment]
 
@@ -313,8 +279,8 @@ def look_for_lomo_once() -> None:
 def look_only_at_what_is_imported() -> None:
     """Let accelerator.prepare ask for DTensors and sets of `datasets` without importing them.
 
-    With several processes it imports both, 1.1 s of CPU in each, to see whether a model or a set is
-    one of theirs. As long as nothing else has imported them, none is.
+    With several processes it imports both, 1.1 s of CPU in each. If nothing else has imported them,
+    no model or set is one of theirs.
     """
     for module, name, package in (
         (accelerate.accelerator, "model_has_dtensor", "torch.distributed.tensor"),
@@ -332,8 +298,7 @@ def look_only_at_what_is_imported() -> None:
 def launch_in_own_session() -> None:
     """Let `accelerate launch` start one process as it starts several: in a session of its own.
 
-    Otherwise Ctrl-C reaches the process twice, from the terminal and from a launcher that passes
-    signals on, and the second ends it without saving. With --quiet its exit code would be lost.
+    Otherwise Ctrl-C reaches it twice, and the second time ends it without saving.
     """
     from accelerate.commands import launch  # half a second, which only a launcher needs
 
