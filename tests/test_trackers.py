@@ -9,7 +9,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from accelerate.tracking import GeneralTracker
 from conftest import refused, rows
+from loops import changed
 
 from trainkit.run.run import Run
 
@@ -81,6 +83,42 @@ def test_the_newest_run_of_trackio_holds_each_row_once(tmp_path, killed_and_resu
                 found[name].append((entry["step"], entry[name]))
     assert found == expected
     assert "learning_rate" in SQLiteStorage.get_run_config("mnist", "run")
+
+
+class Own(GeneralTracker):
+    name, requires_logging_directory, tracker = "own", False, None
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def store_init_configuration(self, values: dict[str, Any]):
+        self.seen.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any):
+        self.seen.append((step, values))
+
+
+@pytest.mark.parametrize("home", ["trackers", "log_with"])
+def test_a_tracker_of_ones_own_is_sent_each_row_once_after_a_resume(tmp_path, home):
+    def kill(run: Run, number: int):
+        if number == 9:
+            raise Killed
+
+    train = changed((r"^( +)run.begin", rf"\1run.accelerator.{home}.append(own)\n\1run.begin"))
+    flags = "--save-every", 5, "--run-dir", tmp_path / "run", "--resume", "auto"
+    with pytest.raises(Killed):
+        train.__globals__["own"] = killed = Own()
+        train(*flags, body=kill)
+    train.__globals__["own"] = own = Own()
+    train(*flags)
+    assert killed.seen[-1][0] == 8 and own.seen[0]["epochs"] == "2"
+    groups = {True: "epochs", False: "steps"}
+    expected = [
+        (row.pop("step"), {f"{groups['eval_loss' in row]}/{name}": row[name] for name in row})
+        for row in rows(tmp_path / "run")
+    ]
+    assert own.seen[1:] == expected
 
 
 def test_a_missing_tracker_is_asked_for_by_name(run_main, tmp_path, monkeypatch):

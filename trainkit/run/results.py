@@ -21,6 +21,7 @@ from trainkit.run.plan import describe_run
 from trainkit.run.reporter import show, show_best
 from trainkit.store import records
 from trainkit.store.atomic import rename_free, write_durably, write_json
+from trainkit.store.log import send_all_rows
 from trainkit.store.manifest import step_name
 from trainkit.store.weights import check_writable, numbered, write_tensors
 from trainkit.text import count, first_sentence
@@ -166,6 +167,7 @@ def write_start(accelerator: Accelerator, config: TrainingConfig, project: str) 
             (config.run_dir / "DONE").unlink(missing_ok=True)
             write_json(config.run_dir / "run.json", describe_run(accelerator, config))
     flags = {name: str(value) for name, value in vars(config).items()}
+    send_all_rows(accelerator, config.dry_run)
     accelerator.init_trackers(project, flags)
 
 

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from accelerate.tracking import (
     GeneralTracker,
     TensorBoardTracker,
@@ -81,22 +82,44 @@ class JsonlTracker(GeneralTracker):
         self.num_rows = num_rows
 
 
-class Tracker(GeneralTracker):
-    """What the three trackers have in common; Accelerate's class is the next base class."""
+class Sent(GeneralTracker):
+    """A tracker that is sent each row of metrics.jsonl, at its start all that are there already."""
 
-    history: JsonlTracker
+    def __init__(self, tracker: GeneralTracker, history: JsonlTracker):
+        self.sent_to, self.history = tracker, history
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sent_to, name)
+
+    def start(self) -> None:
+        """Start the tracker."""
+        self.sent_to.start()
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the arguments, and all rows so far."""
         if self.name != "tensorboard":  # there Accelerate would log them as a run of their own
-            super().store_init_configuration(values)
+            self.sent_to.store_init_configuration(values)
         for row in read_rows(self.history.path):
             self.log(row, row["step"])
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log a row of metrics.jsonl: a step as steps/NAME, an evaluation as epochs/NAME."""
         group = "epochs" if is_evaluation(values) else "steps"
-        super().log({f"{group}/{name}": values[name] for name in values if name != "step"}, step)
+        named = {f"{group}/{name}": values[name] for name in values if name != "step"}
+        self.sent_to.log(named, step, **kwargs)
+
+    def finish(self) -> None:
+        """End the tracker."""
+        self.sent_to.finish()
+
+
+def send_all_rows(accelerator: Accelerator, is_dry: bool) -> None:
+    """Let every tracker, also one of the script's own, be sent all rows; none in a dry run."""
+    given = [*accelerator.log_with, *accelerator.trackers]
+    (history,) = (tracker for tracker in given if isinstance(tracker, JsonlTracker))
+    others = [] if is_dry else [Sent(tracker, history) for tracker in given if tracker != history]
+    accelerator.trackers.clear()
+    accelerator.log_with[:] = history, *others
 
 
 def make_trackers(
@@ -119,7 +142,4 @@ def make_trackers(
         mode = os.environ.get("WANDB_MODE", "offline")
         kind = WandBTracker
         options = {"name": run_dir.name, "dir": run_dir, "mode": mode}
-    tracker = type(kind.__name__, (Tracker, kind), {"history": history})(
-        **{"run_name": project} | options
-    )
-    return [history, tracker]
+    return [history, kind(**{"run_name": project} | options)]
