@@ -55,7 +55,7 @@ def draw_seven(tab: Any) -> None:
         if not number:
             tab.mouse.down()
     tab.mouse.up()
-    tab.wait_for_function("!document.querySelector('.said').innerText.includes('test picture.')")
+    tab.wait_for_function("document.querySelector('.said h2')")
 
 
 def draw_page(run_dir: Path, path: Path) -> str:

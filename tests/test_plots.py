@@ -12,7 +12,7 @@ from conftest import refused, rows, saved
 from PIL import Image
 
 from trainkit.plots import curves, figures, style
-from trainkit.tools import answers, plots
+from trainkit.tools import plots
 
 FLAGS = "--model lenet --batch-size 16 --epochs 2 --log-every 5 --run-dir"
 
@@ -135,8 +135,6 @@ def test_names_are_drawn_as_they_are_written(tmp_path):
     values = torch.rand(9, 2)
     fit = {"prediction": values, "target": values}
     drawn += [figures.draw_fit(fit, {"targets": ["$\\frac$", "$a$ \u5c71"]})]
-    points = np.linspace(0, 1, 5)
-    drawn += [answers.draw_responses(points, points[:, None], "$\\frac$", ["$_$ \u5c71"])]
     for figure in drawn:
         with warnings.catch_warnings(action="error"):
             warnings.filterwarnings("ignore", r"Glyph \d+ ")  # as trainkit/plots/style.py does

@@ -1,7 +1,7 @@
 """Use a trained model in the browser, on this machine and without a network.
 
-python app.py runs/mnist         draw, choose a picture file, or pick a test picture
-python app.py runs/regression    a field for each column, and the prediction drawn along it
+python app.py runs/mnist         draw, or choose a picture file
+python app.py runs/regression    a field for each column, and the prediction
 python app.py runs/text          a place for a text, and the probability of each class
 
 `python -m trainkit.app` is the same in a folder without app.py, after `pip install .`.

@@ -1,7 +1,6 @@
 """Helpers for messages, used by all modules."""
 
 import json
-import math
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -50,16 +49,3 @@ def shorten(names: Sequence[str], most: int = 3) -> str:
     if len(names) > most:
         shown += f" and {len(names) - most:,} more"
     return shown
-
-
-def write_number(value: float, digits: int, separator: str = ",") -> str:
-    """Write a number as people do: 6,712 and 0.0123, not 6.7e+03 and 1.23e-02.
-
-    Zeros at the end are left out. Beyond 10^15 and below 10^-9 it is written with an exponent.
-    """
-    size = abs(value)
-    if not 1e-9 <= size < 1e15:  # or NaN
-        return f"{value:.{digits}g}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
-    text = f"{value:{separator}.{decimals}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
