@@ -40,9 +40,7 @@ def test_the_card_says_what_was_measured_and_the_folder_no_path_of_this_machine(
     last = rows(run_dir, "epochs")[-1]
     assert run_dir.name in card.text and str(NUM_TEST) in card.text
     assert "uint8 (n, 1, 28, 28)" in card.text and "(n, 10) are probabilities" in card.text
-    found = {result.metric_type: result.metric_value for result in card.data.eval_results}
-    known = {name[5:]: last[name] for name in last if name.startswith("eval_")}
-    assert known == found and len(found) > 1
+    assert f"    accuracy      {last['eval_accuracy']:.6g}\n" in card.text
     assert (card.data.pipeline_tag, card.data.license) == ("image-classification", "mit")
     content = b"".join(path.read_bytes() for path in folder.iterdir())
     for secret in (tmp_path_factory.getbasetemp(), ROOT):
@@ -68,11 +66,6 @@ def test_the_program_answers_without_torch_and_this_repository(run_dir, in_fresh
     answer = predictor.metadata["classes"][predictor(inputs)[0].argmax()]
     folder = str(run_dir / "export")
     in_fresh_process(STRANGER, folder=folder, inputs=inputs.tolist(), answer=answer)
-
-
-def test_the_example_is_a_picture_that_predict_reads(run_dir):
-    answer = predict.load_run(run_dir).predict_file(run_dir / "export" / "example.png")
-    assert answer.startswith(f"{run_dir}/export/example.png: ")
 
 
 def test_timm_gets_what_it_needs_of_a_photo_network(photo_dir):

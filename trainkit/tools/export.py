@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from trainkit.errors import RunFailure, UsageError, as_usage_error
-from trainkit.plots import figures
 from trainkit.store.jsons import to_json
 from trainkit.store.records import last_evaluation
 
@@ -24,7 +22,7 @@ TASKS = {  # the Hub's name of what a model does, by the "input" of the metadata
 
 
 def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> Path:
-    """Write RUN_DIR/export/: model.onnx, weights, a picture, a model card. Return the folder.
+    """Write RUN_DIR/export/: model.onnx, weights, a model card. Return the folder.
 
     predictor: what predict.load_run returns. license: that of the weights, in the Hub's short form.
     Raises UsageError if the input is of another kind, RunFailure if onnxruntime gives other outputs
@@ -44,9 +42,6 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     for path in (weights, weights.with_name("config.json")):
         if path.exists():
             shutil.copyfile(path, folder / path.name)
-    # One to try the model with; of photos the last one has the smallest loss.
-    for pixels in [*figures.saved_pictures(predictor.evaluated).values()][-1:]:
-        Image.fromarray(figures.to_array(pixels)).save(folder / "example.png")
     card.save(folder / "README.md")
     return folder
 
@@ -56,29 +51,23 @@ def make_card(predictor: Any, name: str, metrics: dict[str, Any], license: str |
 
     What comes from the data stands in a block of code, in which nothing is markup.
     """
-    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+    from huggingface_hub import ModelCard, ModelCardData
 
     metadata = predictor.metadata
     task = TASKS[metadata["input"]]
-    measured = {key[5:]: metrics[key] for key in metrics if key.startswith("eval_")}
-    results = [EvalResult(task, "custom", "evaluation set", *pair) for pair in measured.items()]
-    data = ModelCardData(
-        model_name=name, license=license, pipeline_tag=task, tags=["onnx"], eval_results=results
-    )
+    data = ModelCardData(model_name=name, license=license, pipeline_tag=task, tags=["onnx"])
     answers = metadata.get("classes") or metadata["targets"]
     lines = {"name": name, "answers": ", ".join(answers)}
-    lines |= {key: f"{value:.6g}" for key, value in measured.items()}
+    lines |= {key[5:]: f"{metrics[key]:.6g}" for key in metrics if key.startswith("eval_")}
     block = "\n".join(f"    {key:13} {' '.join(value.split())}" for key, value in lines.items())
     inputs = predictor.example_inputs()
     shape = ", ".join(["n", *map(str, inputs.shape[1:])])
     meaning = "probabilities" if "classes" in metadata else "the targets"
     return ModelCard(
-        f"---\n{data.to_yaml()}\n---\n\n"
-        f"# A model trained with PyTorch and Accelerate\n\n{block}\n\n"
-        "`model.onnx` has the preprocessing inside and needs neither PyTorch nor the code that\n"
-        f"trained it: its `inputs` are {inputs.dtype} ({shape}), its `outputs` (n, {len(answers)}) "
-        f"are {meaning}.\nWhat else is known is JSON in its metadata, under `trainkit`.\n"
-        "`model.safetensors` holds the weights for PyTorch.\n"
+        f"---\n{data.to_yaml()}\n---\n\n{block}\n\n"
+        "`model.onnx` has the preprocessing inside. Its metadata are JSON, under `trainkit`.\n"
+        f"Its `inputs` are {inputs.dtype} ({shape}), its `outputs` (n, {len(answers)}) are "
+        f"{meaning}.\n"
     )
 
 
