@@ -23,7 +23,7 @@ def is_of_run(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in (*END_OF_A_RUN, *RUN))
 
 
-def open_run(accelerator: Accelerator, config: TrainingConfig) -> "Lock | None":
+def open_run(accelerator: Accelerator, config: TrainingConfig) -> BaseFileLock | None:
     """Lock --run-dir for this run until the returned lock is released or the process ends.
 
     Without --resume, or if an earlier run in the folder has ended and its checkpoints are gone,
@@ -40,10 +40,11 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> "Lock | None":
             no_steps = not _holds(real, "checkpoints/step-*")
             if config.resume == "latest" and no_steps and not config.mirror:
                 raise UsageError(f"--resume latest: there is no checkpoint in {run_dir}")
-            held = Lock(run_dir, LOCK_WAIT_SECONDS if config.resume is not None else 0.0)
+            held = _lock(run_dir, LOCK_WAIT_SECONDS if config.resume is not None else 0.0)
             over = config.resume == "auto" and no_steps and _holds(real, *END_OF_A_RUN)
             if over or (config.resume is None and _holds(real, *END_OF_A_RUN, *RUN)):
-                moved_to = held.move_aside()
+                moved_to = _move_aside(run_dir, held)
+                held = _lock(run_dir, 0.0)
             (real / "checkpoints").mkdir(parents=True, exist_ok=True)
             sync(real)
             sync(real.parent)
@@ -54,55 +55,35 @@ def open_run(accelerator: Accelerator, config: TrainingConfig) -> "Lock | None":
     return held
 
 
-class Lock:
-    """The lock of a run folder, held until release() or the end of the process.
+def _lock(run_dir: Path, wait_seconds: float) -> BaseFileLock:
+    path = run_dir.resolve() / "run.lock"  # the same path through any link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(path)
+    try:
+        held.acquire(timeout=wait_seconds, poll_interval=0.2)
+    except Timeout as problem:
+        raise UsageError(
+            f"--run-dir {run_dir} is in use by another process: wait for it, stop it (on "
+            f"its machine `fuser {path}` names it), or choose another folder"
+        ) from problem
+    return held
 
-    RUN_DIR.lock is beside the folder, so that it can be moved aside, and run.lock inside, for a
-    volume that is mounted as the run folder in several containers.
-    """
 
-    def __init__(self, run_dir: Path, wait_seconds: float):
-        self.run_dir = run_dir
-        self.wait_seconds = wait_seconds
-        self.real = run_dir.resolve()  # the same path through any link
-        self.beside = self._acquire(self.real.with_name(f"{self.real.name}.lock"))
-        try:
-            self.inside = self._acquire(self.real / "run.lock")
-        except BaseException:
-            self.beside.release()
-            raise
-
-    def _acquire(self, path: Path) -> BaseFileLock:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        held = FileLock(path)
-        try:
-            held.acquire(timeout=self.wait_seconds, poll_interval=0.2)
-        except Timeout as problem:
-            raise UsageError(
-                f"--run-dir {self.run_dir} is in use by another process: wait for it, stop it (on "
-                f"its machine `fuser {path}` names it), or choose another folder"
-            ) from problem
-        return held
-
-    def move_aside(self) -> Path:
-        """Rename the folder, make an empty one in its place, and return the new name."""
-        if os.path.ismount(self.real):
-            raise UsageError(
-                f"--run-dir {self.run_dir} holds an earlier run and cannot be moved aside, because "
-                "something is mounted there: choose a folder inside it, or go on with --resume auto"
-            )
-        if os.name == "nt":  # where a folder with an open file cannot be renamed
-            self.inside.release()
-        moved_to = rename_free(self.real, self.real.name)
-        self.inside.release()
-        (moved_to / "run.lock").unlink(missing_ok=True)
-        self.inside = self._acquire(self.real / "run.lock")
-        return moved_to
-
-    def release(self) -> None:
-        """Let another run use the folder."""
-        self.inside.release()
-        self.beside.release()
+def _move_aside(run_dir: Path, held: BaseFileLock) -> Path:
+    """Rename the folder, without its lock, and return the new name."""
+    real = run_dir.resolve()
+    if os.path.ismount(real):
+        raise UsageError(
+            f"--run-dir {run_dir} holds an earlier run and cannot be moved aside, because "
+            "something is mounted there: choose a folder inside it, or go on with --resume auto"
+        )
+    if os.name == "nt":  # where a folder with an open file cannot be renamed
+        held.release()
+    moved_to = rename_free(real, real.name)
+    # Before the release: a process that waits for this file then tries the one of the new folder.
+    (moved_to / "run.lock").unlink(missing_ok=True)
+    held.release()
+    return moved_to
 
 
 def _holds(run_dir: Path, *names: str) -> bool:

@@ -29,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path in parse(Config, argv).run_dirs:
         inside = sorted(file.parent for file in path.glob("*/metrics.jsonl"))
         is_run = (path / "metrics.jsonl").exists()
-        if not (path.suffix == ".lock" and path.is_file()):  # of a run folder beside it
-            run_dirs += inside if inside and not is_run else [path]
+        run_dirs += inside if inside and not is_run else [path]
     for run_dir in run_dirs:
         if not (run_dir / "metrics.jsonl").exists():
             raise UsageError(f"{run_dir} is not a run folder: it has no metrics.jsonl")
