@@ -25,10 +25,10 @@ def main(argv):
             real = torch.distributed.all_reduce
             torch.distributed.all_reduce = lambda tensor, **how: real(tensor.mul_(2), **how)
         if illness == "axis":
-            wait = doctor.find_axis_problem
-            doctor.find_axis_problem = lambda accelerator, axis, group: (
+            find = doctor.find_wrong_sum
+            doctor.find_wrong_sum = lambda accelerator, num_bytes, axis="", group=None: (
                 axis == "dp_shard" and (accelerator.wait_for_everyone() or time.sleep(9) or 1 / 0)
-                or wait(accelerator, axis, group))
+                or find(accelerator, num_bytes, axis, group))
     doctor.main(argv[1:])
 """
 # Other illnesses: tests/test_startup.py, test_launch.py. Here the sentence that names one.

@@ -31,7 +31,7 @@ from trainkit.text import first_sentence
 
 SIZES = 4 * 2**10, 4 * 2**20, 100 * 2**20  # bytes
 GLOO_SECONDS = 20
-AXIS_SECONDS = 20
+SUM_SECONDS = 60
 
 
 @dataclass
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for num_bytes in SIZES:
             problems += find_wrong_sum(accelerator, num_bytes)
         for axis, group in mesh_groups(accelerator).items():
-            problems += find_axis_problem(accelerator, axis, group)
+            problems += find_wrong_sum(accelerator, 4 * 2**20, axis, group)
     for problem in problems:
         accelerator.print(f"problem: {problem}")
     accelerator.print("not ready: solve these first" if problems else "ready to train")
@@ -93,58 +93,41 @@ def find_gloo_problem(accelerator: Accelerator) -> list[str]:
     ]
 
 
-def find_axis_problem(
-    accelerator: Accelerator, axis: str, group: torch.distributed.ProcessGroup
-) -> list[str]:
-    """Sum over one axis of the mesh, as find_wrong_sum does.
-
-    Raises LoneFailure, or ends this process with a sentence, if the sums do not end in time.
-    """
-    ranks = torch.distributed.get_process_group_ranks(group)
-    others = f"processes {ranks} along the axis {axis} of the mesh"
-    accelerator.wait_for_everyone()
-    try:
-        with processes.deadline(timedelta(seconds=AXIS_SECONDS), others):
-            torch.distributed.all_reduce(torch.zeros(1, device=accelerator.device), group=group)
-            synchronise(accelerator)
-    except RuntimeError as problem:
-        what = f"process {accelerator.process_index} could not reach {others}"
-        raise LoneFailure(f"{what} ({first_sentence(problem)})") from problem
-    return find_wrong_sum(accelerator, 4 * 2**20, f" along {axis}", group)
-
-
 def find_wrong_sum(
     accelerator: Accelerator,
     num_bytes: int,
-    where: str = "",
+    axis: str = "",
     group: torch.distributed.ProcessGroup | None = None,
 ) -> list[str]:
-    """Sum float32 tensors over a group; print the time and return a sentence if it is wrong.
+    """Sum float32 over all processes or along an axis of the mesh, and print the time.
 
-    The rate is that of each link if the sum is made in a ring: 2 (n - 1) / n times the bytes.
+    Returns a sentence if a sum is wrong. Raises LoneFailure, or ends this process with a sentence,
+    if the sums do not end in time.
     """
     ranks = torch.distributed.get_process_group_ranks(group)
+    others = f"processes {ranks}" + (f" along the axis {axis} of the mesh" if axis else "")
     tensor = torch.empty(num_bytes // 4, device=accelerator.device)
-    for _ in range(2):  # the first loads kernels and makes connections
-        tensor.fill_(accelerator.process_index + 1)
-        accelerator.wait_for_everyone()
-        started_at = time.perf_counter()
-        torch.distributed.all_reduce(tensor, group=group)
-        synchronise(accelerator)
-        seconds = time.perf_counter() - started_at
+    accelerator.wait_for_everyone()
+    try:
+        with processes.deadline(timedelta(seconds=SUM_SECONDS), others):
+            for _ in range(2):  # the first loads kernels and makes connections
+                tensor.fill_(accelerator.process_index + 1)
+                started_at = time.perf_counter()
+                torch.distributed.all_reduce(tensor, group=group)
+                if accelerator.device.type != "cpu":  # where torch would raise
+                    torch.accelerator.synchronize()
+                seconds = time.perf_counter() - started_at
+    except RuntimeError as problem:
+        what = f"process {accelerator.process_index} could not reach {others}"
+        raise LoneFailure(f"{what} ({first_sentence(problem)})") from problem
     right = bool((tensor == sum(ranks) + len(ranks)).all())
-    accelerator.print(
-        f"all-reduce of {num_bytes / 2**20:.3f} MiB{where}: {seconds * 1e3:.3f} ms, "
-        f"{2 * (1 - 1 / len(ranks)) * num_bytes / seconds / 1e9:.3f} GB/s per link"
-    )
+    where = f" along {axis}" if axis else ""
+    size = f"{num_bytes / 2**20:.3f} MiB"
+    rate = f"{num_bytes / seconds / 1e9:.3f} GB/s"
+    accelerator.print(f"all-reduce of {size}{where}: {seconds * 1e3:.3f} ms, {rate}")
     wrong = [rank for rank, right in enumerate(gather_object([right])) if not right]
     what = f"an all-reduce of {num_bytes} bytes{where}"
     return [f"{what} is wrong on processes {wrong}"] if wrong else []
-
-
-def synchronise(accelerator: Accelerator) -> None:
-    if accelerator.device.type != "cpu":  # where torch would raise
-        torch.accelerator.synchronize()
 
 
 if __name__ == "__main__":
