@@ -13,8 +13,7 @@ from trainkit.errors import ADVICE
 from trainkit.store.rehearsals import mark_of_rehearsal
 from trainkit.tools.rehearse import __main__ as command
 from trainkit.tools.rehearse import causes, pages
-from trainkit.tools.rehearse.outcome import Outcome, why_not
-from trainkit.tools.rehearse.worlds import World
+from trainkit.tools.rehearse.worlds import Outcome, World, why_not
 
 slow = pytest.mark.slow
 ROWS = {

@@ -28,10 +28,9 @@ from trainkit.errors import UsageError
 from trainkit.store.rehearsals import mark_of_rehearsal
 from trainkit.text import count
 from trainkit.tools.rehearse.causes import judge, told
-from trainkit.tools.rehearse.outcome import Outcome
 from trainkit.tools.rehearse.pages import REMARKS, RESUMED
 from trainkit.tools.rehearse.stage import Stage
-from trainkit.tools.rehearse.worlds import AGAIN, FIRST, World, worlds_of
+from trainkit.tools.rehearse.worlds import AGAIN, FIRST, Outcome, World, worlds_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

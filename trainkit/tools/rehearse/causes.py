@@ -1,15 +1,18 @@
 """Says how a world stands beside the first run and, if its numbers are others, why."""
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from trainkit.tools.rehearse import pages
-from trainkit.tools.rehearse.compare import Difference, first_difference, has_same_files, number
-from trainkit.tools.rehearse.outcome import Outcome
+from trainkit.tools.rehearse.worlds import Outcome
 
 SAME = 1e-4  # relative difference that rounding makes of what a loss is made of
 NUM_NAMED = 3
+# Worlds differ by rounding, up to these parts of the largest value of a column: in the first steps,
+# and later, because training amplifies it.
+FLOOR, NUM_FIRST, FLOOR_LATER = 1e-5, 3, 1e-4
 
 
 class Verdict(NamedTuple):
@@ -18,6 +21,18 @@ class Verdict(NamedTuple):
     text: str
     is_kept: bool
     row: str = ""
+
+
+class Difference(NamedTuple):
+    """The first value of metrics.jsonl that differs between two worlds; no text if none does.
+
+    `worst` is the largest relative difference of the rows before it.
+    """
+
+    text: str
+    step: int = 0
+    column: str = ""
+    worst: float = 0.0
 
 
 def judge(first: Outcome, again: Outcome, other: Outcome) -> Verdict:
@@ -120,8 +135,6 @@ def causes_in_resume(
     step = other.world.resumed_after
     lost = changed(first, again, other, f"held-{step}", "held-resumed")
     lost = {name: kind for name, kind in lost.items() if may_decide(name, first)}
-    if other.noted("facts").get("order_changes") or first.noted("facts").get("order_changes"):
-        yield pages.ORDER_CHANGES, pages.AT_START
     for name, kind in lost.items():
         home, row = pages.HOMES["start" if is_made_at_start(name, first, other) else kind]
         others = f", nor is {say([*lost][1:])}" if len(lost) > 1 else ""
@@ -177,21 +190,16 @@ def causes_in_carried(
     yield from causes_in_counts(first, other, step)
 
 
-def are_like(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Are the parts of a variable equal but for rounding?"""
-    if one.keys() != other.keys():
-        return False
-    for place, value in one.items():
-        if f"{place} is like" in one:  # a tensor, of which this is the hash
-            continue
-        here, there = (x if isinstance(x, list) else [x] for x in (value, other[place]))
-        if len(here) != len(there):
-            return False
-        for one_number, theirs in zip(here, there, strict=True):
-            are_numbers = all(isinstance(x, int | float) for x in (one_number, theirs))
-            if one_number != theirs and (not are_numbers or are_apart(one_number, theirs)):
-                return False
-    return True
+def are_like(one: Any, other: Any) -> bool:
+    """Are the parts of a variable equal but for rounding? Of tensors the norms are compared."""
+    if isinstance(one, dict):
+        places = [place for place in one if f"{place} is like" not in one]
+        are_alike = one.keys() == other.keys()
+        return are_alike and all(are_like(one[place], other[place]) for place in places)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(are_like, one, other))
+    are_numbers = all(isinstance(value, int | float) for value in (one, other))
+    return one == other or (are_numbers and not are_apart(one, other))
 
 
 def causes_in_loss(first: Outcome, other: Outcome, last: int) -> Iterator[tuple[str, str]]:
@@ -215,3 +223,68 @@ def causes_in_loss(first: Outcome, other: Outcome, last: int) -> Iterator[tuple[
 def are_apart(one: float, other: float) -> bool:
     """Do numbers differ by more than rounding?"""
     return abs(one - other) > SAME * max(abs(one), abs(other))
+
+
+def scales(*outcomes: Outcome) -> dict[str, float]:
+    """The largest absolute value of each column: values near zero are compared against it."""
+    largest: dict[str, float] = {}
+    for row in (row for outcome in outcomes for row in outcome.rows):
+        for name, value in row.items():
+            if isinstance(value, float) and math.isfinite(value):
+                largest[name] = max(largest.get(name, 0.0), abs(value))
+    return largest
+
+
+def gap_of(one: Any, other: Any, scale: float) -> float:
+    """How much two values of a column differ, relative to it; infinite if not by rounding."""
+    if one == other or (one != one and other != other):
+        return 0.0
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    if not numbers or not math.isfinite(one) or not math.isfinite(other):
+        return math.inf
+    return abs(one - other) / scale if scale else math.inf
+
+
+def has_same_files(first: Outcome, other: Outcome) -> bool:
+    """Whether the log and the weights are equal to the last byte."""
+    names = "metrics.jsonl", "*.safetensors" if other.world.is_exact else "model.safetensors"
+    return other.bytes_of(*names) == first.bytes_of(*names)
+
+
+def first_difference(first: Outcome, other: Outcome) -> Difference:
+    """The first value that differs by more than it may."""
+    worst, is_exact = 0.0, other.world.is_exact
+    scale = scales(first, other)
+    for row, theirs in zip(first.rows, other.rows, strict=False):
+        step = row.get("step", 0)
+        if row.keys() != theirs.keys() or step != theirs.get("step"):
+            names = ", ".join(sorted(row.keys() ^ theirs.keys())) or "step"
+            return Difference(f"first differs in step {step}: only one has {names}", step)
+        floor = FLOOR if step <= NUM_FIRST else FLOOR_LATER
+        if (num_samples := row.get("eval_samples", 0)) >= 1000:
+            floor = max(floor, 1.5 / num_samples)  # one whose two classes are nearly equal
+        for name, value in row.items():
+            gap = gap_of(value, theirs[name], scale.get(name, 0.0))
+            if gap > (0 if is_exact else floor):
+                text = f"first differs in step {step}: {name} {told_apart(value, theirs[name])}"
+                return Difference(text, step, name)
+            worst = max(worst, gap)
+    if len(first.rows) != len(other.rows):
+        return Difference(f"has {len(other.rows)} rows and not {len(first.rows)}")
+    if is_exact:
+        return Difference("has the same rows, and other bytes in the weights or another file")
+    return Difference("", worst=worst)
+
+
+def number(value: float) -> str:
+    """1.6e-07 as 2e-7."""
+    return re.sub(r"e-0*", "e-", f"{value:.0e}") if value else "the last digit"
+
+
+def told_apart(one: Any, other: Any) -> str:
+    """Two values with as many digits as tell them apart."""
+    for digits in (4, 6, 9, 17):
+        texts = [f"{v:.{digits}g}" if isinstance(v, float) else str(v) for v in (one, other)]
+        if texts[0] != texts[1]:
+            break
+    return " and ".join(texts)

@@ -59,10 +59,6 @@ GATHERS = (
     "over the samples of the step"
 )
 COUNTED = "`{}` counts the batches of this process: take run.progress.step_in_epoch"
-ORDER_CHANGES = (
-    "order(epoch, start, stop) gives other indices for the same epoch when it is called later: "
-    "make what it reads inside `if run.starts_epoch:`, and keep it in run.state"
-)
 BY_MICRO_BATCH = (
     "{} changes with each micro-batch: change it by run.mean(values), the mean over the whole "
     "step, inside `if accelerator.sync_gradients:`, or write the rows of its samples into a table "

@@ -1,22 +1,44 @@
-"""Starts the processes of worlds, several worlds at once, and ends them all."""
+"""Starts and ends the processes of worlds, several worlds at once, and is each of them."""
 
+import ctypes
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import os
 import re
 import shutil
+import signal
 import sys
+import tempfile
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainkit.tools.rehearse.outcome import Outcome, why_not
-from trainkit.tools.rehearse.worlds import ENV, SETTINGS, World
+from trainkit.tools.rehearse.worlds import ENV, SETTINGS, Outcome, World, why_not
 
 GRACE_SECONDS = 3.0  # for the other processes, once one has failed
-PROCESS = "trainkit.tools.rehearse.process"
+
+
+@dataclass
+class Role:
+    """What a process of a rehearsal has to be; it travels to the process by pickle.
+
+    settings: fields of the script's config; env: variables, None: not set. Each process writes its
+    output into the folder of its world, and the first one what it sees.
+    """
+
+    world: World
+    script: str
+    flags: list[str]
+    folder: Path
+    rank: int
+    settings: dict[str, Any]
+    env: dict[str, str | None]
+    num_epochs: int
 
 
 class Stage:
@@ -33,7 +55,7 @@ class Stage:
         self.context: Any = multiprocessing.get_context("spawn")
         if sys.platform == "linux":
             self.context = multiprocessing.get_context("forkserver")
-            self.context.set_forkserver_preload([PROCESS, *imports_of(script)])
+            self.context.set_forkserver_preload(imports_of(script))
         self.pool = ThreadPoolExecutor(max(3, os.cpu_count() or 1))
         self.is_over = False
 
@@ -56,8 +78,6 @@ class Stage:
         return outcome
 
     def _process(self, outcome: Outcome, rank: int, store: Any) -> Any:
-        from trainkit.tools.rehearse.process import Role, be
-
         world, folder = outcome.world, outcome.folder
         joined = {
             "RANK": str(rank),
@@ -118,6 +138,7 @@ def imports_of(script: str) -> list[str]:
     Modules beside the script are left to each process, because they may do anything.
     """
     names = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "tqdm.auto"]
+    names.insert(0, "trainkit.tools.rehearse.watching")
     source = Path(script).read_text(errors="replace")
     names += re.findall(r"^ *(?:from|import) +(\w[\w.]*)", source, re.MULTILINE)
     specs = {name: importlib.util.find_spec(name.partition(".")[0]) for name in names}
@@ -134,3 +155,34 @@ def copy_as_killed(source: Path, target: Path, step: int) -> None:
         return later + (at_top if Path(folder) == source else [])
 
     shutil.copytree(source, target, ignore=ignored)
+
+
+def be(role: Role) -> None:
+    """Do what `python SCRIPT FLAGS` does; a main(argv) that nothing has called is called."""
+    if sys.platform == "linux":  # so that nothing is left if the rehearsal itself is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    names = [role.folder / f"{name}-{role.rank}" for name in ("stdout", "stderr")]
+    outputs = [os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in names]
+    for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
+        os.dup2(file, stream)
+    for name, value in role.env.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    tempfile.tempdir = os.environ["TMPDIR"] = str(role.folder)
+    sys.dont_write_bytecode = True
+    multiprocessing.set_start_method(None, force=True)  # loader workers start as in a run
+    from trainkit import startup
+
+    from trainkit.tools.rehearse.watching import Watch  # which imports torch, as the server has
+
+    watch = Watch(role)
+    path = Path(role.script).resolve()
+    module = types.ModuleType("__main__")
+    module.__file__ = str(path)
+    sys.modules["__main__"] = module
+    sys.argv = [role.script, *role.flags]
+    sys.path.insert(0, str(path.parent))
+    exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    if watch.run is None and callable(main := getattr(module, "main", None)):
+        startup.run(partial(main, role.flags))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit import Run
 
@@ -27,16 +27,15 @@ from trainkit.numbers.loaders import EpochBatches, WholeBatches, batches_of
 from trainkit.numbers.orders import Length
 from trainkit.repairs.private_names import BatchNorm, prepared_loaders, version_of
 from trainkit.run.step import Step
-from trainkit.tools.rehearse import still
 from trainkit.tools.rehearse.held import held, is_own, names_read
 from trainkit.tools.rehearse.samples import SeenSamples
-
-if TYPE_CHECKING:
-    from trainkit.tools.rehearse.process import Role
+from trainkit.tools.rehearse.stage import Role
 
 STEPS_IN_EPOCH = 4  # more are cut out of the middle of an epoch, so that its last batch stays
 NUM_STEPS = 20
 NUM_NOTED = 5  # of the first steps: what the script carries is noted after them
+# Attributes of a module that are the rate of a dropout, where F.dropout is not what applies it.
+RATES = ("drop_prob", "dropout", "attention_dropout", "activation_dropout", "hidden_dropout_prob")
 
 
 class Watch:
@@ -54,10 +53,9 @@ class Watch:
     run: Run | None = None
     in_evaluation = has_begun = in_step = False
     last_step = 0  # that the script was in
-    last_order: Any = None  # does the order give the same indices again?
     share: dict[str, Any]
 
-    def __init__(self, role: "Role"):
+    def __init__(self, role: Role):
         self.role, self.world = role, role.world
         self.script = Path(role.script).resolve()
         self.saved = {self.world.resumed_after}
@@ -127,17 +125,9 @@ class Watch:
     ) -> None:
         if kw.get("seed") is None and "accumulate" in self.world.settings:
             size = self.seen["eval_batch_size"] = max(1, min(num, size) // 2)
-        elif kw.get("order"):
-            kw["order"] = partial(self._order, kw["order"])
         original(batches, num, size, **kw)
         if kw.get("seed") is not None:  # without one it is not a loader to train with
             batches.num_used = shorter(batches.num_used, size)
-
-    def _order(self, order: Callable, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Note the last call for an epoch, with what gives the same again if it is repeated."""
-        indices = order(epoch, start, stop)
-        self.last_order = lambda: torch.equal(indices, order(epoch, start, stop))
-        return indices
 
     def _load(self, original: Callable, run: Run, load_data: Callable) -> tuple:
         data = original(run, load_data)
@@ -160,7 +150,7 @@ class Watch:
     def _begin(self, original: Callable, run: Run, model: Any, *args: Any, **kw: Any) -> None:
         self.models = models = [model] if isinstance(model, nn.Module) else list(model)
         layers = [layer for each in models for layer in each.modules()]
-        self.still |= still.hold(layers)
+        self.still |= hold_still(layers)
         self.buffers = buffers_of(models)
         named = [pair for each in models for pair in each.named_parameters()]
         self.seen["weights"] = digest(text_of([weight for _, weight in named]))
@@ -268,7 +258,6 @@ class Watch:
             "buffers": [name for name in now if now[name] != self.buffers.get(name)],
             "untrained": [*self.untrained],
             "read": sorted(names_read(self.script)) if self.world.is_looked_at else [],
-            "order_changes": bool(self.last_order) and not self.last_order(),
         }
         self._write("facts", self.seen)
         self._write_held("end")
@@ -342,3 +331,30 @@ def shorter(num_used: int, batch_size: int) -> int:
     """Leave out whole batches, so that an epoch has few steps and its last batch stays short."""
     num_steps = math.ceil(num_used / batch_size)
     return num_used - max(0, num_steps - STEPS_IN_EPOCH) * batch_size
+
+
+def hold_still(layers: list[nn.Module]) -> set[str]:
+    """Let layers have no dropout, and no BatchNorm learn from a batch; say which of them they have.
+
+    Both give other numbers if a batch is split otherwise, as the docs say.
+    """
+    found = set()
+    for layer in layers:
+        for name in RATES:
+            if isinstance(rate := vars(layer).get(name), float) and rate:
+                setattr(layer, name, 0.0)
+                found.add("dropout")
+        if isinstance(layer, BatchNorm):
+            found.add("BatchNorm")
+    BatchNorm.forward = batch_norm_of_the_start  # type: ignore[method-assign]
+    return found
+
+
+def batch_norm_of_the_start(self: BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """What a BatchNorm in evaluation mode computes: its mean and variance are not changed."""
+    options = (self.weight, self.bias, False, 0.0, self.eps)
+    mean, variance = self.running_mean, self.running_var
+    if mean is None:
+        mean = input.new_zeros(input.shape[1])
+        variance = input.new_ones(input.shape[1])
+    return F.batch_norm(input, mean, variance, *options)
