@@ -20,10 +20,9 @@ SOFT = 1  # omp_pause_soft of <omp.h>
 def share_cores() -> None:
     """Let waiting threads sleep while other programs need the cores. This changes no number.
 
-    Threads of GNU's OpenMP that wait for each other spin for some milliseconds. Beside another
-    program the thread that they wait for has no core meanwhile: two runs at once took 36 s and not
-    11. The library hardly spins while a process has more of its threads than there are cores, also
-    if some of them only sleep (GOMP_SPINCOUNT in its manual). So a thread looks twice a second how
+    Threads of GNU's OpenMP spin while they wait for one that has no core: two runs at once took
+    36 s and not 11. The library hardly spins while a process has more of its threads than there are
+    cores, also if some of them only sleep (GOMP_SPINCOUNT in its manual). So a thread looks how
     long threads of this process waited for a core, and keeps sleeping threads while that is long.
     """
     chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
@@ -35,7 +34,6 @@ def share_cores() -> None:
 
 
 def _watch(size: int) -> None:
-    """Keep this many sleeping threads for as long as other programs need the cores."""
     library = ctypes.CDLL(None)
     are_asleep, num_quiet = False, 0
     looked_at, before = time.monotonic(), _waited()
@@ -66,5 +64,4 @@ def _waited() -> dict[str, float]:
 
 
 def _num_cores() -> int:
-    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -43,10 +43,7 @@ IGNORED_FLAGS = re.compile(
 
 
 def check_launch() -> str:
-    """Refuse a launch that cannot be carried out; return its mixed precision.
-
-    Call before Accelerator(...).
-    """
+    """Refuse, before Accelerator(...), a launch that cannot be; return its mixed precision."""
     precision = check_variables()
     check_ranks()
     check_launcher_flags()

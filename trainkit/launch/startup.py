@@ -1,7 +1,6 @@
 """All settings that affect the whole process, one function each, and how a script ends.
 
-run(main) applies them before main. Those that affect safety or numbers are applied by Run, so that
-they also hold in a notebook.
+Those that affect safety or numbers are applied by Run, so that they also hold in a notebook.
 """
 
 import contextlib
@@ -129,10 +128,7 @@ class Output(io.FileIO):
 
 
 def keep_printing() -> None:
-    """Let no failure of printing end the work: a reader may go away (`| head`), a disk be full.
-
-    Letters that an encoding lacks are printed as escapes. Streams of a notebook stay as they are.
-    """
+    """Let no failure of printing end the work; print letters that an encoding lacks as escapes."""
     sys.stdout, sys.stderr = (_unfailing(stream) for stream in (sys.stdout, sys.stderr))
 
 
@@ -177,11 +173,7 @@ def same_bits() -> Iterator[None]:
 
 
 def attend_without_cudnn() -> None:
-    """Let attention on a GPU leave out cuDNN, which makes a plan for each new length of a batch.
-
-    preference.py trained 106 pairs/s with plans to make, and 370 once they were there (H200, torch
-    2.11, bf16).
-    """
+    """Let attention on a GPU leave out cuDNN, which makes a plan for each new length of a batch."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -192,11 +184,10 @@ def end_with_launcher() -> None:
 
 
 def keep_memory(return_blocks: bool = False) -> None:
-    """Keep the memory of freed tensors: wide trains 11 to 17 % faster, small models up to a third.
+    """Keep the memory of freed tensors, which glibc returns to the kernel in every step.
 
-    By default glibc returns large tensors to the kernel in every step and waits for new, zeroed
-    pages in the next. A sharded run, and one with return_blocks, still returns blocks of a megabyte
-    or more: otherwise the heap became four times as large as the model.
+    A sharded run, and one with return_blocks, still returns blocks of a megabyte or more: otherwise
+    the heap became four times as large as the model.
     """
     mapped = [(M_MMAP_MAX, 0)]
     if return_blocks or shards_wanted():

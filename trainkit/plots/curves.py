@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainkit.config import metric_and_direction
-from trainkit.plots.style import COLOURS, as_written, legend_above, new_figure
+from trainkit.plots.style import COLOURS, as_written, new_figure
 from trainkit.store.log import is_evaluation
 from trainkit.store.records import read_rows, read_run_json
 
@@ -42,7 +42,8 @@ def draw_curves(run_dir: Path) -> Figure:
         axes.set_ylabel(LABELS.get(name, name), **style)
         axes.grid(color="0.9")
         if axes is not grid[-1]:
-            legend_above(axes, ncols=3)
+            above: Any = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+            axes.legend(ncols=3, frameon=False, fontsize=9, **above)
     low, high = grid[0].dataLim.intervaly
     if 0 < 4 * low < high:
         grid[0].set_yscale("log")

@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 from matplotlib import font_manager
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Okabe and Ito's, which colour-blind people can tell apart.
@@ -29,18 +28,6 @@ def as_written() -> dict[str, Any]:
 def new_figure(width: float, height: float) -> Figure:
     """Make a figure, in inches, that has no window and is not in matplotlib's global state."""
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
-
-
-def legend_above(axes: Axes, **options: Any) -> None:
-    """Put the legend above the axes, where it cannot cover a line."""
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        frameon=False,
-        fontsize=9,
-        borderaxespad=0.2,
-        **options,
-    )
 
 
 def cut(text: str, most: int) -> str:
