@@ -1,4 +1,4 @@
-"""The exported folder is whole: its card parses, its program answers without this repository."""
+"""The exported folder is whole: its program answers without this repository."""
 
 import shutil
 import sys
@@ -8,8 +8,8 @@ from trainkit import predict
 
 import colours
 import pytest
-from conftest import NUM_TEST, ROOT, refused, rows
-from huggingface_hub import HfApi, ModelCard
+from conftest import ROOT, refused
+from huggingface_hub import HfApi
 
 from trainkit.errors import RunFailure
 from trainkit.tools import export
@@ -21,7 +21,7 @@ for name in ("onnx", "onnxscript", "onnxruntime"):
 @pytest.fixture(scope="module")
 def run_dir(mnist_run, tmp_path_factory):
     folder = shutil.copytree(mnist_run, tmp_path_factory.mktemp("runs") / "mnist")
-    predict.main([str(folder), "--export", "--license", "mit"])
+    predict.main([str(folder), "--export"])
     return folder
 
 
@@ -32,16 +32,9 @@ def photo_dir(tmp_path_factory):
     return folder
 
 
-def test_the_card_says_what_was_measured_and_the_folder_no_path_of_this_machine(
-    run_dir, tmp_path_factory
-):
+def test_the_folder_holds_no_path_of_this_machine(run_dir, tmp_path_factory):
     folder = run_dir / "export"
-    card = ModelCard.load(folder / "README.md")
-    last = rows(run_dir, "epochs")[-1]
-    assert run_dir.name in card.text and str(NUM_TEST) in card.text
-    assert "uint8 (n, 1, 28, 28)" in card.text and "(n, 10) are probabilities" in card.text
-    assert f"    accuracy      {last['eval_accuracy']:.6g}\n" in card.text
-    assert (card.data.pipeline_tag, card.data.license) == ("image-classification", "mit")
+    assert {path.name for path in folder.iterdir()} >= {"model.onnx", "model.safetensors"}
     content = b"".join(path.read_bytes() for path in folder.iterdir())
     for secret in (tmp_path_factory.getbasetemp(), ROOT):
         assert str(secret).encode() not in content
@@ -74,12 +67,10 @@ def test_timm_gets_what_it_needs_of_a_photo_network(photo_dir):
         assert exported == (photo_dir / "pretrained" / name).read_bytes()
 
 
-def test_a_card_of_a_table_holds_names_as_they_are_written(table_run, tmp_path):
-    folder = shutil.copytree(table_run, tmp_path / "a|b <b> `c` # $x$")
-    predict.main([str(folder), "--export"])
-    card = ModelCard.load(folder / "export" / "README.md")
-    assert f"\n    name          {folder.name}\n    answers       price\n" in card.text
-    assert "float64 (n, " in card.text and card.data.pipeline_tag == "tabular-regression"
+def test_a_table_is_exported_too(table_run, tmp_path):
+    folder = shutil.copytree(table_run, tmp_path / "houses")
+    predict.main([str(folder), "--export"])  # which compares the outputs
+    assert (folder / "export" / "model.onnx").exists()
 
 
 def test_a_push_uploads_the_folder_when_it_is_asked_for(run_dir, monkeypatch, capsys):

@@ -185,11 +185,11 @@ class Config:
     header_row: int | None = None
     """line of a table, or row of a sheet, that has the names (default: as in training)"""
     export: bool = False
-    """write RUN_DIR/export/: a model card, the weights, and model.onnx, which needs no PyTorch"""
+    """write RUN_DIR/export/: the weights, and model.onnx, which needs no PyTorch"""
     push: str | None = None
     """OWNER/NAME: export, and upload the folder to the Hugging Face Hub"""
-    license: str | None = None
-    """with --export: of the weights, such as mit"""
+
+    MOVED = {"--license": "write it into RUN_DIR/export/README.md, before a --push"}  # noqa: RUF012
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from trainkit.tools import export
 
         with as_usage_error(f"{config.run_dir} cannot be exported"):
-            folder = export.write_export(predictor, config.run_dir, config.license)
+            folder = export.write_export(predictor, config.run_dir)
         print(folder)
         if config.push:
             print(export.push(folder, config.push))

@@ -10,30 +10,22 @@ import torch
 
 from trainkit.errors import RunFailure, UsageError, as_usage_error
 from trainkit.store.jsons import to_json
-from trainkit.store.records import last_evaluation
 
 TOLERANCE = 1e-5  # between PyTorch and onnxruntime, relative to the largest output
-TASKS = {  # the Hub's name of what a model does, by the "input" of the metadata
-    "picture": "image-classification",
-    "photo": "image-classification",
-    "table": "tabular-regression",
-    "table_class": "tabular-classification",
-}
+EXPORTED = ("picture", "photo", "table", "table_class")  # the "input" of the metadata
 
 
-def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> Path:
-    """Write RUN_DIR/export/: model.onnx, weights, a model card. Return the folder.
+def write_export(predictor: Any, run_dir: Path) -> Path:
+    """Write RUN_DIR/export/ with model.onnx and the weights, and return the folder.
 
-    predictor: what predict.load_run returns. license: that of the weights, in the Hub's short form.
-    Raises UsageError if the input is of another kind, RunFailure if onnxruntime gives other outputs
-    than PyTorch.
+    predictor: what predict.load_run returns. Raises UsageError if the input is of another kind,
+    RunFailure if onnxruntime gives other outputs than PyTorch.
     """
-    if predictor.metadata["input"] not in TASKS:
+    if predictor.metadata["input"] not in EXPORTED:
         raise UsageError(
             f"--export cannot take a model whose input is a {predictor.metadata['input']}: copy "
             "its run folder, which is all that predict.py and app.py need beside the scripts"
         )
-    card = make_card(predictor, run_dir.resolve().name, last_evaluation(run_dir), license)
     folder = run_dir / "export"
     folder.mkdir(exist_ok=True)
     write_onnx(predictor, folder / "model.onnx")
@@ -42,33 +34,7 @@ def write_export(predictor: Any, run_dir: Path, license: str | None = None) -> P
     for path in (weights, weights.with_name("config.json")):
         if path.exists():
             shutil.copyfile(path, folder / path.name)
-    card.save(folder / "README.md")
     return folder
-
-
-def make_card(predictor: Any, name: str, metrics: dict[str, Any], license: str | None) -> Any:
-    """Return a huggingface_hub.ModelCard: what was measured, and how to run model.onnx.
-
-    What comes from the data stands in a block of code, in which nothing is markup.
-    """
-    from huggingface_hub import ModelCard, ModelCardData
-
-    metadata = predictor.metadata
-    task = TASKS[metadata["input"]]
-    data = ModelCardData(model_name=name, license=license, pipeline_tag=task, tags=["onnx"])
-    answers = metadata.get("classes") or metadata["targets"]
-    lines = {"name": name, "answers": ", ".join(answers)}
-    lines |= {key[5:]: f"{metrics[key]:.6g}" for key in metrics if key.startswith("eval_")}
-    block = "\n".join(f"    {key:13} {' '.join(value.split())}" for key, value in lines.items())
-    inputs = predictor.example_inputs()
-    shape = ", ".join(["n", *map(str, inputs.shape[1:])])
-    meaning = "probabilities" if "classes" in metadata else "the targets"
-    return ModelCard(
-        f"---\n{data.to_yaml()}\n---\n\n{block}\n\n"
-        "`model.onnx` has the preprocessing inside. Its metadata are JSON, under `trainkit`.\n"
-        f"Its `inputs` are {inputs.dtype} ({shape}), its `outputs` (n, {len(answers)}) are "
-        f"{meaning}.\n"
-    )
 
 
 def write_onnx(predictor: Any, path: Path) -> None:
