@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, refused
 
-from trainkit.errors import ADVICE
+from trainkit.errors import ADVICE, UsageError
 from trainkit.store.rehearsals import mark_of_rehearsal
 from trainkit.tools.rehearse import __main__ as command
 from trainkit.tools.rehearse import causes, pages
-from trainkit.tools.rehearse.worlds import Outcome, World, why_not
+from trainkit.tools.rehearse.worlds import Outcome, World, why, why_not
 
 slow = pytest.mark.slow
 ROWS = {
@@ -467,17 +467,17 @@ ones = DTensor.from_local(torch.ones(2), dist.init_device_mesh("cpu", (1,)), [Sh
 try:
     torch.ones(2).add_(ones)
 except RuntimeError as error:
-    Path(path).write_text(f"RuntimeError: {error}")
+    Path(path).write_text(str(error))
 """
 
 
 @pytest.mark.parametrize(
     "error, is_refusal, row",
     [
-        ("error: run.gather(...) compares the samples of a batch", True, pages.SAMPLES_COMPARED),
+        ("run.gather(...) compares the samples of a batch", True, pages.SAMPLES_COMPARED),
         pytest.param("mixed", False, pages.TEACHER, marks=slow),
-        ("error: run.state['x'] is 1: ..., as run.mean(values) returns it", False, pages.FOLLOWS),
-        (f"error: {ADVICE['got mixed torch.Tensor and DTensor']}", False, pages.TEACHER),
+        ("run.state['x'] is 1: ..., as run.mean(values) returns it", False, pages.FOLLOWS),
+        (ADVICE["got mixed torch.Tensor and DTensor"], False, pages.TEACHER),
     ],
 )
 def test_what_ends_a_world_has_its_row(tmp_path, fork_main, error, is_refusal, row):
@@ -485,10 +485,12 @@ def test_what_ends_a_world_has_its_row(tmp_path, fork_main, error, is_refusal, r
         assert fork_main(MIXED, given={"path": str(tmp_path / "said")}).codes == [0]
         error = (tmp_path / "said").read_text()
     ended = outcome(tmp_path / "b", [])
-    trace = f'Traceback (most recent call last)\n  File "{tmp_path}/mine.py", line 7\n'
-    (ended.folder / "stderr-0").write_text(error if is_refusal else trace + error)
-    codes = [2 if is_refusal else 1]
-    ended.problem, ended.is_refusal = why_not(ended.folder, codes, str(tmp_path / "mine.py"), 9)
+    raised = (UsageError if is_refusal else RuntimeError)(error)
+    with pytest.raises(type(raised)) as caught:
+        raise raised
+    said = json.dumps(why(caught.value, Path(__file__)))
+    (ended.folder / "ended-0.json").write_text(said)
+    ended.problem, ended.is_refusal = why_not(ended, [raised.exit_code if is_refusal else 1], 9)
     verdict = judged(ended, ended)
     assert (verdict.is_kept, verdict.row) == (is_refusal, row)
 

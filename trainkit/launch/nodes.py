@@ -97,7 +97,7 @@ def check_shared_folder(accelerator: Accelerator, run_dir: Path) -> None:
     """Refuse a run folder that is not the same for all processes. Every process must call this."""
     if accelerator.num_processes == 1:
         return
-    name, folder = "", run_dir.parent  # beside it, where the lock will be
+    name, folder = "", run_dir.parent  # it may be moved aside
     with failing_together(accelerator, f"{run_dir} cannot be used"):
         if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -14,11 +15,11 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainkit.tools.rehearse.worlds import ENV, SETTINGS, Outcome, World, why_not
+from trainkit.errors import EXIT_FAILURE
+from trainkit.tools.rehearse.worlds import ENV, SETTINGS, Outcome, World, why, why_not
 
 GRACE_SECONDS = 3.0  # for the other processes, once one has failed
 
@@ -27,8 +28,7 @@ GRACE_SECONDS = 3.0  # for the other processes, once one has failed
 class Role:
     """What a process of a rehearsal has to be; it travels to the process by pickle.
 
-    settings: fields of the script's config; env: variables, None: not set. Each process writes its
-    output into the folder of its world, and the first one what it sees.
+    settings: fields of the script's config; env: variables, None: not set.
     """
 
     world: World
@@ -72,7 +72,7 @@ class Stage:
         codes = self._wait([self._process(outcome, rank, store) for rank in ranks])
         outcome.seconds = time.monotonic() - started_at
         if any(code not in (0, 3) for code in codes):  # 3: a target of the script, after few steps
-            outcome.problem, outcome.is_refusal = why_not(folder, codes, self.script, self.limit)
+            outcome.problem, outcome.is_refusal = why_not(outcome, codes, self.limit)
         elif not (folder / "facts.json").exists():
             outcome.problem = "it ended without run.finish()"
         return outcome
@@ -161,10 +161,8 @@ def be(role: Role) -> None:
     """Do what `python SCRIPT FLAGS` does; a main(argv) that nothing has called is called."""
     if sys.platform == "linux":  # so that nothing is left if the rehearsal itself is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    names = [role.folder / f"{name}-{role.rank}" for name in ("stdout", "stderr")]
-    outputs = [os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in names]
-    for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
-        os.dup2(file, stream)
+    for stream in range(3):
+        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
     for name, value in role.env.items():
         os.environ.pop(name, None)
         if value is not None:
@@ -183,6 +181,16 @@ def be(role: Role) -> None:
     sys.modules["__main__"] = module
     sys.argv = [role.script, *role.flags]
     sys.path.insert(0, str(path.parent))
-    exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
-    if watch.run is None and callable(main := getattr(module, "main", None)):
-        startup.run(partial(main, role.flags))
+    startup.run = lambda main, **options: main()
+    startup.set_up_process()
+    code = 0
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+        if watch.run is None and callable(main := getattr(module, "main", None)):
+            main(role.flags)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        code = getattr(error, "exit_code", EXIT_FAILURE)
+        (role.folder / f"ended-{role.rank}.json").write_text(json.dumps(why(error, path)))
+    startup.leave(code)

@@ -2,12 +2,14 @@
 
 import functools
 import json
-import re
 import signal
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from trainkit.errors import RunFailure, UsageError, advise, explain
 
 ENV = {"WANDB_MODE": "disabled", "CUDA_VISIBLE_DEVICES": "-1", "ACCELERATE_USE_CPU": "true"}
 SHARDED = {  # as in accelerate_configs/2cpu_fsdp.yaml
@@ -102,19 +104,11 @@ class Outcome:
         return json.loads(path.read_text()) if path.exists() else {}
 
 
-def why_not(
-    folder: Path, codes: Sequence[int | None], script: str, limit: float
-) -> tuple[str, bool]:
+def why_not(outcome: Outcome, codes: Sequence[int | None], limit: float) -> tuple[str, bool]:
     """Why a world did not come to its end, in one sentence, and whether that is a refusal."""
-    paths = [folder / f"stderr-{rank}" for rank in range(len(codes))]
-    texts = [path.read_text(errors="replace") if path.exists() else "" for path in paths]
-    for text, code in zip(texts, codes, strict=True):
-        said = [line[7:] for line in text.splitlines() if line.startswith("error: ")]
-        if said and code != 0:
-            return said[-1], code == 2
-    for text in texts:
-        if "Traceback (most recent call last)" in text:
-            return of_traceback(text, script)
+    if said := [end for rank in range(len(codes)) if (end := outcome.noted(f"ended-{rank}"))]:
+        text, is_refusal = min(said, key=lambda end: "lost contact" in end[0])
+        return text, is_refusal
     if None in codes:
         return f"it did not end within {limit:.0f} s, and was ended", False
     code = next(code for code in codes if code)
@@ -122,19 +116,15 @@ def why_not(
     return f"it ended with {name}, and said nothing", False
 
 
-def of_traceback(text: str, script: str) -> tuple[str, bool]:
-    """The error of the last traceback, with the line of the script; a refusal if the kit raised."""
-    last = text.rpartition("Traceback (most recent call last)")[2]
-    places = re.findall(r'^ *File "([^"]+)", line (\d+)', last, re.M)
-    errors = re.findall(
-        r"^(?!\s)[\w.]+(?:Error|Exception|Interrupt|Exit|Warning|Failure)?: .*", last, re.M
-    )
-    error = errors[-1] if errors else last.strip().splitlines()[-1]
-    name, _, sentence = error.partition(": ")
-    path = str(Path(script).resolve())
-    lines = [number for place, number in places if place == path]
-    where = f" ({Path(script).name}, line {lines[-1]})" if lines else ""
-    is_refusal = name.endswith(".UsageError") or (
-        name == "RuntimeError" and "/trainkit/" in Path(places[-1][0]).as_posix()
-    )
-    return (sentence if is_refusal else error) + where, is_refusal
+def why(error: BaseException, script: Path) -> tuple[str, bool]:
+    """What ended a script, with its line, and whether that is a refusal of the kit."""
+    if isinstance(error, UsageError | RunFailure):
+        return str(error), isinstance(error, UsageError)
+    if isinstance(error, Exception) and (said := advise(error) or explain(error)):
+        return said, False
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(script)]
+    where = f" ({script.name}, line {lines[-1]})" if lines else ""
+    by_kit = type(error) is RuntimeError and "/trainkit/" in Path(frames[-1].filename).as_posix()
+    sentence = str(error) if by_kit else "".join(traceback.format_exception_only(error)).strip()
+    return " ".join(sentence.splitlines()[:1]) + where, by_kit
