@@ -81,13 +81,11 @@ def test_a_push_uploads_the_folder_when_it_is_asked_for(run_dir, monkeypatch, ca
     with refused("--push not a name!: "):
         predict.main([str(run_dir), "--export", "--push", "not a name!"])
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
-    predict.main([str(run_dir), "--export", "--push", "someone/digits"])
+    predict.main([str(run_dir), "--push", "someone/digits"])
     assert capsys.readouterr().out.splitlines()[-1] == "https://address"
     api.create_repo.assert_called_once_with("someone/digits", exist_ok=True)
     sent = api.upload_folder.call_args.kwargs
     assert (sent["repo_id"], sent["folder_path"]) == ("someone/digits", run_dir / "export")
-    with refused("--push needs --export"):
-        predict.main([str(run_dir), "--push", "someone/digits"])
 
 
 def test_an_export_that_cannot_be_made_is_one_sentence(run_dir, tmp_path, monkeypatch):
