@@ -31,7 +31,6 @@ from trainkit.errors import UsageError
 from trainkit.numbers.loaders import InMemory
 from trainkit.pictures import PhotoConfig, framing, grey, load_photos, splits
 from trainkit.pictures import files as picture_files
-from trainkit.pictures.sets import cells_of
 
 
 def load(folder: Path, *flags: object) -> tuple[InMemory, InMemory, dict, dict]:
@@ -47,7 +46,8 @@ def load_colours(folder: Path, *flags: object) -> tuple:
 
 def cells_in(folder: Path) -> list:
     """The pictures to evaluate on as they are stored."""
-    (cells,) = cells_of(splits.find_sets(str(folder)).evaluated.rows)[:].values()
+    rows = splits.open_dataset(str(folder), "")["test"]
+    (cells,) = splits.label_rows(rows, "", None).rows[:].values()
     return cells
 
 
@@ -216,7 +216,7 @@ def test_splits_and_classes_are_folders_and_what_tools_leave_is_not_read(name, t
     (tmp_path / name / "gone.png").symlink_to("nowhere")
     for split, rows in splits.open_dataset(str(tmp_path / name), "--dataset x").items():
         labels = splits.values_of(rows, "label")
-        (cells,) = cells_of(rows.select_columns("image"))[:].values()
+        (cells,) = splits.label_rows(rows, "", "label").rows[:].values()
         for cell, label in zip(cells, labels, strict=True):
             if cell["bytes"]:
                 found[label] = split

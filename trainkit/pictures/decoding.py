@@ -1,14 +1,13 @@
 """Decode pictures once, with all cores, into a file of uint8 values in the cache of `datasets`."""
 
 import json
-import math
 import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -16,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from trainkit.errors import as_usage_error, first_sentence
+from trainkit.errors import UsageError, as_usage_error, first_sentence
 from trainkit.hashes import digest
 from trainkit.launch.signals import outlive_signals
-from trainkit.pictures.files import is_deep, source_of
+from trainkit.pictures.files import source_of
 from trainkit.reading.kept import no_bar
 from trainkit.store.atomic import replacing
 
@@ -30,65 +29,46 @@ NUM_ALONE = 256  # below this, starting workers costs more than it saves
 Read = Callable[[BytesIO | Path, int], tuple[np.ndarray, str]]
 
 
-class Decoded(NamedTuple):
-    """The pictures of a set, decoded.
+class Pictures(Dataset):
+    """Of each picture the bytes of its values, its form, and what is wrong with it, or ""."""
 
-    Attributes:
-        path: the file (.npy) of the values of all rows; those that cannot be read are zeros.
-        problems: what is wrong with the rows that cannot be read.
-        forms: how many pictures are of which size and mode.
-        hashes: of the values of each row, int64, equal for equal pictures.
-        brightest: the largest value of grey pictures of more than 8 bits, -1 if there are none.
-    """
-
-    path: Path
-    problems: dict[int, str]
-    forms: Counter[str]
-    hashes: torch.Tensor
-    brightest: int
-
-
-class Blocks(Dataset):
-    """Blocks of pictures: the bytes of their values, and what is said of them, as in Decoded."""
-
-    def __init__(self, cells: datasets.Dataset, shape: tuple[int, ...], read: Read):
-        self.cells, self.shape, self.read = cells, shape, read
+    def __init__(self, cells: datasets.Dataset, side: int, read: Read):
+        self.cells, self.side, self.read = cells, side, read
 
     def __len__(self) -> int:
-        return math.ceil(len(self.cells) / SIZE)
+        return len(self.cells)
 
-    def __getitem__(self, number: int) -> tuple[bytes, dict[int, str], Counter[str], str, int]:
-        start = number * SIZE
-        (cells,) = self.cells[start : start + SIZE].values()
-        block, hashes, brightest = [], "", -1
-        problems: dict[int, str] = {}
-        forms = Counter[str]()
+    def __getitems__(self, rows: list[int]) -> list[tuple[bytes, str, str]]:
+        (cells,) = self.cells[rows].values()
         with warnings.catch_warnings(action="ignore"):  # Pillow warns of the same for each file
-            for row, cell in enumerate(cells, start):
-                try:
-                    pixels, form = self.read(source_of(cell), self.shape[1])
-                    forms[form] += 1
-                    if is_deep(form.split()[3]):
-                        brightest = max(brightest, int(pixels.max()))
-                except Exception as problem:  # Pillow raises many kinds, and all are listed
-                    name = f" ({cell['path']})" if cell and cell.get("path") else ""
-                    problems[row] = f"row {row + 1}{name}: {first_sentence(problem)}"
-                    pixels = np.zeros(self.shape, np.uint8)
-                block.append(pixels.tobytes())
-                # A picture that cannot be read is equal to no other one.
-                hashes += digest(problems.get(row) or block[-1])[:16]
-        return b"".join(block), problems, forms, hashes, brightest
+            return [self.decode(*pair) for pair in zip(rows, cells, strict=True)]
+
+    def decode(self, row: int, cell: dict[str, Any] | None) -> tuple[bytes, str, str]:
+        try:
+            pixels, form = self.read(source_of(cell), self.side)
+        except Exception as problem:  # Pillow raises many kinds, and all are listed
+            name = f" ({cell['path']})" if cell and cell.get("path") else ""
+            return b"", "", f"row {row + 1}{name}: {first_sentence(problem)}"
+        return pixels.tobytes(), form, ""
 
 
-def decode_once(cells: datasets.Dataset, shape: tuple[int, ...], read: Read, key: bytes) -> Decoded:
+def decode_once(
+    cells: datasets.Dataset, shape: tuple[int, ...], read: Read, key: bytes, where: str
+) -> tuple[Path, Counter[str], torch.Tensor]:
     """Decode all pictures with all cores, unless the cache has them.
 
-    Raises UsageError if the file cannot be written.
+    Raises UsageError, which names all pictures that cannot be read, or if the file cannot be
+    written.
 
     Args:
         cells: rows of one column, datasets.Image(decode=False).
         shape: of what `read` returns.
         key: the pictures' content and the way of reading, on which the file depends.
+        where: begins the sentence.
+
+    Returns:
+        The file (.npy) of the values of all rows; how many pictures are of which size and mode; and
+        a hash of the values of each row, int64, equal for equal pictures.
     """
     path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{digest(key)}.npy")
     report_path = path.with_suffix(".json")
@@ -100,38 +80,42 @@ def decode_once(cells: datasets.Dataset, shape: tuple[int, ...], read: Read, key
             replacing(report_path, tag) as report_to,
             replacing(path, tag) as values_to,
         ):
-            report_to.write_text(json.dumps(decode(Blocks(cells, shape, read), values_to)))
+            forms, hashes, problems = decode(Pictures(cells, shape[1], read), shape, values_to)
+            if problems:
+                raise UsageError(
+                    f"{where}: {len(problems)} of {len(cells)} pictures cannot be read, save them "
+                    "again or remove them: " + "; ".join(problems)
+                )
+            report_to.write_text(json.dumps({"forms": forms, "hashes": hashes}))
     report = json.loads(report_path.read_bytes())
-    problems = {int(row): problem for row, problem in report["problems"].items()}
-    hashes = torch.from_numpy(np.frombuffer(bytearray.fromhex(report["hashes"]), np.int64))
-    return Decoded(path, problems, Counter(report["forms"]), hashes, report["brightest"])
+    numbers = np.frombuffer(bytearray.fromhex(report["hashes"]), np.int64)
+    return path, Counter(report["forms"]), torch.from_numpy(numbers)
 
 
-def decode(blocks: Blocks, path: Path) -> dict[str, Any]:
-    """Decode all pictures into a file (.npy), and return what Blocks says of them, as JSON.
+def decode(
+    pictures: Pictures, shape: tuple[int, ...], path: Path
+) -> tuple[Counter[str], str, list[str]]:
+    """Decode all pictures into a file (.npy); return forms, hashes in hex, and problems.
 
     The file is written, not mapped: on a full disk that would kill this process without a word.
     """
-    num_pictures = len(blocks.cells)
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     loader = DataLoader(
-        blocks,
-        batch_size=None,
-        num_workers=(num_cores or 1) if num_pictures > NUM_ALONE else 0,
-        collate_fn=tuple,  # as a block is: the default would convert it
+        pictures,
+        batch_size=SIZE,
+        num_workers=(num_cores or 1) if len(pictures) > NUM_ALONE else 0,
+        collate_fn=tuple,  # as they are: the default would convert them
         worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # else the seeds of the workers would be drawn from torch's
     )
-    report: dict[str, Any] = {"problems": {}, "forms": Counter(), "hashes": "", "brightest": -1}
-    header = {"descr": "|u1", "fortran_order": False, "shape": (num_pictures, *blocks.shape)}
+    forms, hashes, problems = Counter[str](), "", list[str]()
+    header = {"descr": "|u1", "fortran_order": False, "shape": (len(pictures), *shape)}
     with open(path, "wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
-        for values, problems, forms, hashes, brightest in tqdm(
-            loader, desc="decoding", leave=False, delay=1, disable=no_bar()
-        ):
-            file.write(values)
-            report["problems"] |= problems
-            report["forms"] += forms
-            report["hashes"] += hashes
-            report["brightest"] = max(report["brightest"], brightest)
-    return report
+        for batch in tqdm(loader, desc="decoding", leave=False, delay=1, disable=no_bar()):
+            for values, form, problem in batch:
+                file.write(values)
+                forms[form] += 1
+                hashes += digest(values)[:16]
+                problems += [problem] if problem else []
+    return forms, hashes, problems

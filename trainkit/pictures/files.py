@@ -34,7 +34,7 @@ BRIGHT = 192  # of 255: a mean grey value that hardly differs from white
 LONG = 2  # sides beyond 2 : 1: by default such a picture is padded, since a crop would lose half
 # The values of black and of white in grey pictures of more than 8 bits, by their mode.
 RANGES = {"I;16": (0.0, 65535.0), "I": (0.0, 65535.0), "F": (0.0, 1.0)}
-# Other values of both: "any" is for all modes, and values outside of it are cut off.
+# Other values of both for all modes, called "any"; values outside of them are cut off.
 Greys = Mapping[str, tuple[float, float]]
 
 
@@ -60,8 +60,7 @@ def open_upright(
         formats = f"{', '.join(PILLOW_FORMATS)} (for HEIC: `pip install pillow-heif`)"
         raise ValueError(f"it is not one of {formats}") from None
     with picture:
-        width, height = picture.size
-        mode = picture.mode
+        (width, height), mode = picture.size, picture.mode
         if side:
             picture.draft("RGB", (side, side))
         picture.load()
@@ -81,17 +80,17 @@ def open_upright(
     return picture, f"{width} x {height} {mode}"
 
 
-def is_deep(mode: str) -> bool:
-    """Return whether a mode has grey values of more than 8 bits, whose range Pillow leaves open."""
-    return mode.partition(";16")[0] in ("I", "F")
+def is_deep(form: str) -> bool:
+    """Return whether a form, or a mode, has grey values of more than 8 bits."""
+    return form.split()[-1].partition(";16")[0] in ("I", "F")
 
 
 def scale_greys(picture: Image.Image, greys: Greys) -> np.ndarray:
     """Return the values of a deep grey picture as uint8. Raises ValueError outside of its range."""
     values = np.asarray(picture, dtype=np.float64)
     kind = "I;16" if picture.mode.startswith("I;16") else picture.mode
-    black, white = greys.get("any") or greys.get(kind) or RANGES[kind]
-    if "any" in greys:
+    black, white = greys.get("any") or RANGES[kind]
+    if greys:
         values = values.clip(black, white)
     if not ((values >= black) & (values <= white)).all():  # also if one is not a number
         raise ValueError(

@@ -73,8 +73,8 @@ class GreyConfig(PictureConfig):
 class PhotoConfig(PictureConfig):
     """Those of photos in colour and of their network."""
 
-    skip_unreadable: bool = False
-    """go on without the files that cannot be read"""
+    MOVED = TrainingConfig.MOVED | {"--skip-unreadable": "remove the files that cannot be read"}
+
     model: Annotated[str | None, ReadOnlyIf("base", (None,))] = None
     """a name of timm (default: tf_efficientnet_lite0)"""
     base: MayChange[str | None] = None

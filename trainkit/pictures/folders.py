@@ -3,8 +3,8 @@
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.errors import UsageError
 from trainkit.hashes import digest, digest_file
@@ -12,7 +12,6 @@ from trainkit.reading.paths import is_read
 from trainkit.reading.splits import WORDS, find_split
 from trainkit.text import shorten
 
-SURE = ("train", "test", "val", "validation")  # folders that are mostly splits
 PICTURES = re.compile(
     r"\.(a?png|jp(e?g|e|2|f|x|c)|jfif|j2[kc]|mpo|gif|bmp|dib|p[pgbn]m|tiff?|webp|ico|avif|hei[cf])",
     re.I,
@@ -25,20 +24,13 @@ NO_DATA = re.compile(
 )
 
 
-@dataclass
-class Folder:
-    """The files of a folder of pictures, as relative paths in the order of their names.
+class Folder(NamedTuple):
+    """The files of a folder of pictures, as relative paths in the order of their names."""
 
-    Attributes:
-        splits: the files of each of "train", "test" and "validation" that exists.
-        classes: for each of these files, the name of the folder that is its class. Empty if they
-            are not pictures in such folders, but tables, or pictures with a list of their labels.
-        unread: files in no split that a person might take for data.
-    """
-
-    splits: dict[str, list[Path]]
+    splits: dict[str, list[Path]]  # of "train", "test" and "validation"
+    # The folder that is the class of each file; empty of tables, and of pictures with a list.
     classes: dict[Path, str]
-    unread: list[Path]
+    unread: str  # how many files that a person might take for data are in no split, or ""
 
 
 def find_files(folder: Path, where: str) -> Folder:
@@ -66,9 +58,10 @@ def find_files(folder: Path, where: str) -> Folder:
     found = {split: parts[split] for split in WORDS if split in parts}
     found = found or {"train": parts.get("", [])}
     read = {path for paths in found.values() for path in paths}
-    unread = [path for path in paths if path not in read and seems_data(path)]
+    left = [str(path) for path in paths if path not in read and seems_data(path)]
+    unread = f"{len(left)} not read: {shorten(left)}" if left else ""
     if not read:
-        others = f" ({describe_unread(unread)}; archives must be unpacked)" if unread else ""
+        others = f" ({unread}; archives must be unpacked)" if unread else ""
         raise UsageError(f"{where} cannot be read: it has no picture files{others}")
     if not are_pictures or lists:
         return Folder(found, {}, unread)
@@ -86,11 +79,6 @@ def seems_data(path: Path) -> bool:
     return not NO_DATA.match(path.name) and (is_read(path.as_posix()) or any(suffixes))
 
 
-def describe_unread(unread: list[Path]) -> str:
-    """Return how many files are not read, and the first of them."""
-    return f"{len(unread)} not read: {shorten([*map(str, unread)])}"
-
-
 def is_picture(path: Path) -> bool:
     """Return whether a path has the suffix of a picture and is not hidden.
 
@@ -103,25 +91,18 @@ def is_picture(path: Path) -> bool:
 def find_split_folders(pictures: list[Path], are_listed: bool, where: str) -> dict[str, str]:
     """Return the splits of the folders at the top that are called like one.
 
-    Such words may also be classes. They are splits if all folders have such names, or if some are
-    to train on and others are not. Raises UsageError for one folder beside others that may be
-    either, because it has folders.
-
-    are_listed: a list has the classes, so that no folder is one.
+    Such words may also be classes. They are splits if all folders have such names, if some are to
+    train on and others are not, or if a list has the classes. Raises UsageError for one folder
+    beside others that may be either, because it has folders.
     """
     tops = {path.parts[0] for path in pictures if len(path.parts) > 1}
-    splits = {top: find_split(top, whole=True) for top in sorted(tops)}
-    named = {top: split for top, split in splits.items() if split}
-    if named.keys() == tops or {"train"} < {*named.values()}:
+    named = {top: find_split(top, whole=True) for top in tops if find_split(top, whole=True)}
+    if are_listed or named.keys() == tops or {"train"} < {*named.values()}:
         return named
-    sure = {top: split for top, split in named.items() if top in SURE}
-    if are_listed:
-        return sure
-    deep = {path.parts[0] for path in pictures if len(path.parts) > 2}
-    if doubtful := sorted(deep & {*sure}):
+    if deep := [p.parts[0] for p in pictures if len(p.parts) > 2 and p.parts[0] in named]:
         other = min(tops - named.keys())
         raise UsageError(
-            f"{where}: {doubtful[0]}/ may be a class beside {other}/ or a split: put all classes "
+            f"{where}: {min(deep)}/ may be a class beside {other}/ or a split: put all classes "
             f"into one folder train/, or {other}/ elsewhere"
         )
     return {}
@@ -130,8 +111,7 @@ def find_split_folders(pictures: list[Path], are_listed: bool, where: str) -> di
 def hash_files(folder: Path, paths: list[Path]) -> str:
     """Return one hash of the content of files and of their paths below the folder.
 
-    Threads read the files. Equal sizes and times prove nothing, because `rsync -a` and tar keep
-    them.
+    Equal sizes and times would prove nothing, because `rsync -a` and tar keep them.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # unlike ThreadPool it needs no /dev/shm
         digests = [*pool.map(digest_file, [folder / path for path in paths])]

@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import torch
 
 from trainkit.numbers.loaders import InMemory
@@ -41,7 +40,7 @@ def load_grey(
     options = {"num_held_out": config.validation_split}
     train, held_out, plan = load_labelled(config, read_square, (1, size, size), **options)
     train_set, eval_set = (InMemory(pixels_of(each), each.labels) for each in (train, held_out))
-    pictures = describe_pictures(size, train.decoded.forms + held_out.decoded.forms)
+    pictures = describe_pictures(size, train.forms + held_out.forms)
     metadata = {"classes": train.classes, "pictures": pictures, "reading": train.reading}
     lines = {"data": plan.pop("data"), "pictures": pictures["read_as"]}
     sizes = set_by_number(config, len(train_set), usual or {}, for_small_set or {})
@@ -78,7 +77,7 @@ def load_unlabelled(
 
 def pixels_of(side: Split) -> torch.Tensor:
     """Return the values of all pictures of a side."""
-    return torch.from_numpy(np.load(side.decoded.path, mmap_mode="r")[side.rows.numpy()])
+    return side.read(torch.arange(len(side.rows)))
 
 
 def describe_pictures(size: int, forms: Counter[str]) -> dict[str, Any]:

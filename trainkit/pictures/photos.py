@@ -6,7 +6,6 @@ needs no more memory for more pictures. On a GPU up to 1 GiB of photos lies ther
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
@@ -41,19 +40,17 @@ class Photos(Dataset):
         self.split = split
         self.classes = split.classes
         self.labels = split.labels.to(device)
-        self.pixels = None if device is None else torch.from_numpy(self.read(split.rows)).to(device)
+        self.pixels = None
+        if device is not None:
+            self.pixels = split.read(torch.arange(len(self))).to(device)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, rows: torch.Tensor) -> np.ndarray:
-        """Return rows of the file, which is mapped anew, because mapped pages count as memory."""
-        return np.load(self.split.decoded.path, mmap_mode="r")[rows.numpy()]
-
     def pick(self, indices: torch.Tensor) -> Batch:
         """Return the photos of these indices, int64."""
         if self.pixels is None:
-            pixels = torch.from_numpy(self.read(self.split.rows[indices]))
+            pixels = self.split.read(indices)
         else:
             indices = indices.to(self.pixels.device)
             pixels = self.pixels.index_select(0, indices)
@@ -64,7 +61,7 @@ class Photos(Dataset):
     @property
     def nbytes(self) -> int:
         """The bytes of all photos."""
-        return len(self) * self.read(self.split.rows[:1]).nbytes
+        return len(self) * self.split.read(torch.arange(1)).nbytes
 
     def to(self, device: torch.device) -> "Photos":
         """The same photos, which lie on a device."""
@@ -73,19 +70,17 @@ class Photos(Dataset):
     def fingerprint(self) -> dict[str, Any]:
         """Return what is compared when a run is resumed."""
         rows = digest(self.split.rows.numpy().tobytes() + self.split.labels.numpy().tobytes())
-        return {"pictures": f"{self.split.decoded.path.stem}-{rows}"}
+        return {"pictures": f"{self.split.path.stem}-{rows}"}
 
 
 def load_photos(config: PhotoConfig) -> tuple[Photos, Photos, dict[str, str]]:
     """Return the photos to train and to evaluate on, and lines of the plan.
 
     The short side of a picture becomes config.resize. Raises UsageError, which names all pictures
-    that cannot be read, unless config.skip_unreadable leaves them out.
+    that cannot be read.
     """
     side = config.resize
-    options: dict[str, Any] = {"skip_unreadable": config.skip_unreadable}
-    if config.fit in (None, "pad"):
-        options["seen"] = config.size
+    options = {"seen": config.size} if config.fit in (None, "pad") else {}
     train, held_out, plan = load_labelled(config, read_centre, (side, side, 3), **options)
     return Photos(train), Photos(held_out), plan
 

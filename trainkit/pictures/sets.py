@@ -2,20 +2,21 @@
 
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
+import numpy as np
 import torch
 
 from trainkit.errors import UsageError
 from trainkit.pictures import files
-from trainkit.pictures.decoding import Decoded, Read, decode_once
+from trainkit.pictures.decoding import Read, decode_once
 from trainkit.pictures.flags import PictureConfig
-from trainkit.pictures.splits import Labelled, find_sets
+from trainkit.pictures.splits import Labelled, choose_part, label_rows, open_dataset
 from trainkit.reading.recall import describe_classes
 from trainkit.reading.splits import describe_equal, describe_given, split_rows
 from trainkit.repairs.private_names import fingerprint_of
-from trainkit.text import count, shorten
+from trainkit.text import count
 
 NEARLY_BLACK = 64  # of 255: if no deep grey value is brighter, another one must be white
 
@@ -24,24 +25,32 @@ class Split(NamedTuple):
     """The samples of a side.
 
     Attributes:
-        decoded: all rows of its file, also those that are no samples.
-        rows: the row of each sample, int64.
+        path: the file (.npy) of the values of these and perhaps of other pictures, uint8.
+        forms: how many of these pictures are of which size and mode.
+        rows: the row of each sample in the file, int64.
         labels: its class, int64.
+        hashes: of its values, int64, equal for equal pictures.
         classes: the names of the classes.
         reading: what predict.py needs to read pictures as these were read, as JSON: "fit", and
             "greys", the values of black and white of grey pictures of more than 8 bits.
     """
 
-    decoded: Decoded
+    path: Path
+    forms: Counter[str]
     rows: torch.Tensor
     labels: torch.Tensor
+    hashes: torch.Tensor
     classes: list[str]
     reading: dict[str, Any]
 
-    @property
-    def hashes(self) -> torch.Tensor:
-        """Of the values of each sample, int64, equal for equal pictures."""
-        return self.decoded.hashes[self.rows]
+    def select(self, indices: torch.Tensor) -> "Split":
+        """Return some of the samples."""
+        kept = {name: getattr(self, name)[indices] for name in ("rows", "labels", "hashes")}
+        return self._replace(**kept)
+
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the values of samples. The file is mapped anew: mapped pages count as memory."""
+        return torch.from_numpy(np.load(self.path, mmap_mode="r")[self.rows[indices].numpy()])
 
 
 def load_labelled(
@@ -65,11 +74,7 @@ def load_labelled(
         raise UsageError(f"{where}: all {len(train.rows)} pictures look the same, or are too few")
     plan |= describe_classes(train.labels, held_out.labels, train.classes, "picture")
     plan |= describe_equal(train.hashes, held_out.hashes, "picture")
-    sides = {side.decoded.path: side.decoded for side in (train, held_out)}.values()
-    forms = sum((side.forms for side in sides), Counter[str]())
-    if problems := [problem for side in sides for problem in side.problems.values()]:
-        plan["unreadable"] = f"{len(problems)} left out: {shorten(problems)}"
-    return train, held_out, describe_reading(forms, train.reading) | plan
+    return train, held_out, describe_reading(train, held_out) | plan
 
 
 def load_sets(
@@ -80,85 +85,88 @@ def load_sets(
     eval_data: str | None = None,
     same_classes: bool = True,
     num_held_out: int = 0,
-    skip_unreadable: bool = False,
     **how: Any,
 ) -> tuple[Split, Split, dict[str, str]]:
     """Return the pictures to train and to evaluate on, decoded once and cached, and plan lines.
 
-    If a part of the training pictures is held out, equal ones are on the same side. Raises
-    UsageError, which names all pictures that cannot be read.
+    Evaluated are those of `eval_data`, or else the first of the test and the validation split that
+    has labels, or else a part of the training pictures; then equal ones are on the same side.
+    Raises UsageError.
 
     Args:
-        name, label, eval_data, same_classes: see find_sets.
+        name: a folder, a file of rows or a Hub id.
         read: decodes a picture to uint8 values of this shape: (1, side, side), or (side, side, 3)
             in colour.
+        label: column of the classes; None: the only column that can be one.
+        eval_data: another folder, file or Hub id: its own test or validation split, or all of it.
+        same_classes: refuse a class that is not trained on. False: classes do not matter.
         num_held_out: evaluate on so many training pictures, whatever other splits there are.
-        skip_unreadable: leave out what cannot be read.
         how: what `read` gets too.
     """
-    found = find_sets(name, label, eval_data, bool(num_held_out), same_classes)
-    sides = [side for side in (found.train, found.evaluated) if side]
-    decoded = decode_sides(sides, read, shape, skip_unreadable, how)
-    if found.evaluated:
-        chosen = [torch.arange(len(side.rows)) for side in sides]
+    where = f"--dataset {name}"
+    parts = open_dataset(name, where)
+    if "train" not in parts:
+        raise UsageError(
+            f"{where}, split 'train': the folder and file names give only {sorted(parts)}: "
+            "put the training pictures into train/"
+        )
+    sides = [label_rows(parts["train"], f"{where}, split 'train'", label)]
+    split, unread = "", list[str]()
+    if not num_held_out:
+        split, unread = choose_part(parts, where, label, bool(eval_data))
+    given, where = split, f"{where}, split {split!r}"
+    if eval_data:
+        given = where = f"--eval-data {eval_data}"
+        parts = open_dataset(eval_data, where)
+        split = choose_part(parts, where, label, False)[0] or "train"
+    if split:
+        classes = sides[0].classes if same_classes else None
+        sides.append(label_rows(parts[split], where, label, classes))
+    train, *others = decode_sides(sides, read, shape, how)
+    if others:
+        held_out = others[0]._replace(classes=train.classes)
     else:
-        options = {"labels": found.train.labels, "number": num_held_out}
-        chosen = [*split_rows(decoded[0].hashes, **options)]
-    reading = {"fit": how["fit"], "greys": how.get("greys", {})}
-    splits = []
-    for number, rows in zip((0, -1), chosen, strict=True):
-        unread = torch.tensor([*decoded[number].problems], dtype=torch.int64)
-        read_rows = rows[~torch.isin(rows, unread)]
-        labels = sides[number].labels[read_rows]
-        splits.append(Split(decoded[number], read_rows, labels, found.classes, reading))
-    train, held_out = splits
-    given = f"{found.given}: {count(len(held_out.rows), 'picture')}" if found.given else ""
-    return train, held_out, {"data": name} | describe_given(given, found.unread)
+        chosen = split_rows(train.hashes, labels=train.labels, number=num_held_out)
+        train, held_out = map(train.select, chosen)
+    given = f"{given}: {count(len(held_out.rows), 'picture')}" if given else ""
+    return train, held_out, {"data": name} | describe_given(given, unread)
 
 
 def decode_sides(
-    sides: list[Labelled],
-    read: Read,
-    shape: tuple[int, ...],
-    skip_unreadable: bool,
-    how: dict[str, Any],
-) -> list[Decoded]:
-    """Decode the pictures of each side. See load_sets."""
-    decoded = []
-    for side in sides:
-        key = f"{fingerprint_of(side.rows)} {shape} {how} ".encode() + files.READER
-        decoded.append(decode_once(cells_of(side.rows), shape, partial(read, **how), key))
-        problems = [*decoded[-1].problems.values()]
-        if problems and not skip_unreadable:
-            raise UsageError(
-                f"{side.where}: {len(problems)} of {len(side.rows)} pictures cannot be read "
-                "(--skip-unreadable of examples/pictures.py leaves such ones out): "
-                + "; ".join(problems)
-            )
-    if "greys" not in how and 0 <= max(each.brightest for each in decoded) < NEARLY_BLACK:
+    sides: list[Labelled], read: Read, shape: tuple[int, ...], how: dict[str, Any]
+) -> list[Split]:
+    """Decode the pictures of each side. Raises UsageError if it is not clear which value is white.
+
+    It is not if pictures of more than 8 bits are nearly black by the usual range.
+    """
+    reading = {"fit": how["fit"], "greys": how.get("greys", {})}
+    splits = []
+    for rows, labels, classes, where in sides:
+        key = f"{fingerprint_of(rows)} {shape} {how} ".encode() + files.READER
+        path, forms, hashes = decode_once(rows, shape, partial(read, **how), key, where)
+        numbers = torch.arange(len(rows))
+        splits.append(Split(path, forms, numbers, labels, hashes, classes, reading))
+    if "greys" in how or not all(files.is_deep(form) for each in splits for form in each.forms):
+        return splits
+    if max(np.load(each.path, mmap_mode="r").max() for each in splits) < NEARLY_BLACK:
         raise UsageError(
             f"{sides[0].where}: its grey pictures of more than 8 bits are nearly black if 65535, "
             "or 1 of fractions, is white: say which values are black and white, as in --grey-range "
             "0 4095"
         )
-    return decoded
+    return splits
 
 
-def cells_of(rows: datasets.Dataset) -> datasets.Dataset:
-    """Return rows of one column of pictures as they are stored."""
-    (image,) = rows.column_names
-    return rows.cast_column(image, datasets.Image(decode=False))
-
-
-def describe_reading(forms: Counter[str], reading: dict[str, Any]) -> dict[str, str]:
-    """Return lines of the plan about how pictures of these forms are read. See Split."""
-    plan = {}
+def describe_reading(train: Split, held_out: Split) -> dict[str, str]:
+    """Return lines of the plan about how pictures of these forms are read."""
+    plan, reading = {}, train.reading
+    forms = sum({side.path: side.forms for side in (train, held_out)}.values(), Counter[str]())
     other = sum(n for form, n in forms.items() if form.split()[0] != form.split()[2])
     if other:
         how = {"pad": "padded", "squash": "squashed", "crop": "cropped"}
         text = how.get(reading["fit"], f"cropped, or padded beyond {files.LONG} : 1")
         plan["fit"] = f"{other} of {forms.total()} are not square and {text} (--fit)"
-    if any(files.is_deep(form.split()[3]) for form in forms):
+    if any(map(files.is_deep, forms)):
         black, white = reading["greys"].get("any", (0, "65535, or 1 of fractions,"))
         plan["greys"] = f"of more than 8 bits: {black} is black, {white} is white (--grey-range)"
     return plan

@@ -1,12 +1,11 @@
-"""Find the labelled pictures to train and to evaluate on: rows of a folder, of tables, of the Hub.
+"""Find the labelled pictures of a folder, of tables or of the Hub, as rows that are not opened.
 
-Pictures are not opened here. The sentence of a UsageError begins with the flag that was meant.
+The sentence of a UsageError begins with the flag that was meant.
 """
 
 import re
 import reprlib
 import sys
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,102 +27,12 @@ FILES_OF_ROWS = (".parquet", ".arrow")  # which may be named themselves, not by 
 
 
 class Labelled(NamedTuple):
-    """Pictures as they are stored, in rows of one column, the class of each, and their name."""
+    """Pictures as they are stored, in rows of one column, and the class of each."""
 
     rows: datasets.Dataset
     labels: torch.Tensor
-    where: str
-
-
-class Sides(NamedTuple):
-    """The pictures to train and to evaluate on.
-
-    Attributes:
-        train: to train on.
-        evaluated: to evaluate on; None if a part of `train` is to be held out.
-        classes: the names of the classes.
-        given: what the user chose to evaluate on, "" if a part is held out.
-        unread: splits that are neither trained on nor evaluated, and why.
-    """
-
-    train: Labelled
-    evaluated: Labelled | None
     classes: list[str]
-    given: str
-    unread: list[str]
-
-
-def find_sets(
-    name: str,
-    label: str | None = None,
-    eval_data: str | None = None,
-    held_out: bool = False,
-    same_classes: bool = True,
-) -> Sides:
-    """Return the pictures to train and to evaluate on, and their classes. Raises UsageError.
-
-    Evaluated are those of `eval_data`, or else the first of the test and the validation split that
-    has labels.
-
-    Args:
-        name: a folder, a file of rows or a Hub id.
-        label: column of the classes; None: the only column that can be one.
-        eval_data: another folder, file or Hub id: its own test or validation split, or all of it.
-        held_out: a part of the training pictures is held out, whatever other splits there are.
-        same_classes: refuse a class that is not trained on. False: classes do not matter.
-    """
-    where = f"--dataset {name}"
-    parts = open_dataset(name, where)
-    if "train" not in parts:
-        raise UsageError(
-            f"{where}, split 'train': the folder and file names give only {sorted(parts)}: "
-            "put the training pictures into train/"
-        )
-    given, unread = "", list[str]()
-    if not held_out:
-        given, unread = choose_part(parts, where, label, bool(eval_data))
-    rows = parts[given] if given else None
-    where_evaluated = f"{where}, split {given!r}"
-    if eval_data:
-        given = where_evaluated = f"--eval-data {eval_data}"
-        others = open_dataset(eval_data, given)
-        rows = others[choose_part(others, given, label, False)[0] or "train"]
-    train, classes = label_rows(parts["train"], f"{where}, split 'train'", label)
-    evaluated = None
-    if rows is not None:
-        known = classes if same_classes else None
-        evaluated, _ = label_rows(rows, where_evaluated, label, known)
-    return Sides(train, evaluated, classes, given, unread)
-
-
-def choose_part(
-    parts: dict[str, datasets.Dataset], where: str, label: str | None, other: bool
-) -> tuple[str, list[str]]:
-    """Return the split to evaluate on, "" if there is none, and those that are not read.
-
-    other: none of these is, because something else is evaluated.
-    """
-
-    def is_labelled(split: str) -> bool:
-        rows = parts[split]
-        column = choose_column(parts.get("train", rows), f"{where}, split 'train'", label)
-        return column in rows.column_names and bool(values_of(rows, column).notna().any())
-
-    return choose_evaluated({x: x or "the other parts" for x in parts}, is_labelled, other)
-
-
-def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
-    """Return the column of the classes: `label`, or the only one that fits. Raises UsageError."""
-    columns = rows.features.items()
-    class_labels = [name for name, kind in columns if isinstance(kind, datasets.ClassLabel)]
-    fitting = [name for name, kind in columns if LABELS.match(str(getattr(kind, "dtype", "")))]
-    choices = [label] if label else class_labels or fitting
-    if len(choices) != 1 or choices[0] not in fitting:
-        raise UsageError(
-            f"{where}: --label must name the column of the classes, whole numbers or texts, one of "
-            f"{fitting}; or put each picture into the folder of its class"
-        )
-    return choices[0]
+    where: str  # begins the sentence of a UsageError about them
 
 
 def open_dataset(name: str, where: str) -> dict[str, datasets.Dataset]:
@@ -135,30 +44,18 @@ def open_dataset(name: str, where: str) -> dict[str, datasets.Dataset]:
     datasets.disable_progress_bars()
     folder = Path(name)
     with read_here_or_from_hub(name, where):
-        if folder.suffix in FILES_OF_ROWS and folder.is_file():
+        if folder.is_file() and folder.suffix in FILES_OF_ROWS:
             return load_tables(folder.parent.resolve(), {"train": [Path(folder.name)]}, where)
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{where} is a file: name its folder, and unpack an archive")
         if not folder.is_dir():
             return {split: rows for split, (_, rows) in load_parts(name).items()}
-        contents = folders.find_files(folder, where)
-        if contents.unread and is_main_rank():
-            print(f"{where}: {folders.describe_unread(contents.unread)}", file=sys.stderr)
-        if not contents.classes:
-            return load_tables(folder.resolve(), contents.splits, where)
-        make = partial(make_rows, folder, contents.classes)
-        return {split: make(paths) for split, paths in contents.splits.items()}
-
-
-def values_of(rows: datasets.Dataset, column: str) -> pd.Series:
-    """Return the values of a column, where the name of a class stands for its number.
-
-    On the Hub -1 stands for no class; it becomes a missing value.
-    """
-    table = rows.select_columns([column]).with_format("arrow")[:]
-    values = table.column(column).to_pandas(integer_object_nulls=True).astype(object)
-    names = getattr(rows.features[column], "names", None)  # of a ClassLabel
-    return values.map(dict(enumerate(names))) if names else values
+        splits, classes, unread = folders.find_files(folder, where)
+        if unread and is_main_rank():
+            print(f"{where}: {unread}", file=sys.stderr)
+        if not classes:
+            return load_tables(folder.resolve(), splits, where)
+        return {split: make_rows(folder, classes, paths) for split, paths in splits.items()}
 
 
 def make_rows(folder: Path, classes: dict[Path, str], paths: list[Path]) -> datasets.Dataset:
@@ -180,34 +77,71 @@ def load_tables(
 ) -> dict[str, datasets.Dataset]:
     """Read the table files of each split, or pictures with a list of labels, by `datasets`."""
     all_files = sorted(path for paths in files.values() for path in paths)
-    schemas = {
-        str(datasets.Features.from_arrow_schema(pq.read_schema(folder / path)))
-        for path in all_files
-        if path.suffix == ".parquet"
-    }
+    tables = (folder / path for path in all_files if path.suffix == ".parquet")
+    schemas = {str(datasets.Features.from_arrow_schema(pq.read_schema(path))) for path in tables}
     # For all files, datasets uses the class names of the first one, in their order there.
     if len(schemas) > 1:
         raise UsageError(f"{where}: its files differ in their columns or classes")
     key = folders.hash_files(folder, all_files)
-    builder = datasets.load_dataset_builder(
+    loaded = datasets.load_dataset(
         str(folder),
         data_files={
             split: DataFilesList([str(folder / path) for path in paths], [()] * len(paths))
             for split, paths in files.items()
         },
-        cache_dir=Path(datasets.config.HF_DATASETS_CACHE, "folders", key),
+        cache_dir=str(Path(datasets.config.HF_DATASETS_CACHE, "folders", key)),
     )
-    builder.download_and_prepare()
     return {
         split: datasets.Dataset(part.data, part.info, part.split, fingerprint=f"{split}-{key}")
-        for split, part in builder.as_dataset().items()
+        for split, part in loaded.items()
     }
+
+
+def choose_part(
+    parts: dict[str, datasets.Dataset], where: str, label: str | None, other: bool
+) -> tuple[str, list[str]]:
+    """Return the split to evaluate on, "" if there is none, and those that are not read.
+
+    other: none of these is, because something else is evaluated.
+    """
+
+    def is_labelled(split: str) -> bool:
+        rows = parts[split]
+        column = choose_column(parts.get("train", rows), where, label)
+        return column in rows.column_names and bool(values_of(rows, column).notna().any())
+
+    return choose_evaluated({x: x or "the other parts" for x in parts}, is_labelled, other)
+
+
+def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
+    """Return the column of the classes: `label`, or the only one that fits. Raises UsageError."""
+    columns = rows.features.items()
+    class_labels = [name for name, kind in columns if isinstance(kind, datasets.ClassLabel)]
+    fitting = [name for name, kind in columns if LABELS.match(str(getattr(kind, "dtype", "")))]
+    choices = [label] if label else class_labels or fitting
+    if len(choices) != 1 or choices[0] not in fitting:
+        raise UsageError(
+            f"{where}: --label must name the column of the classes, whole numbers or texts, one of "
+            f"{fitting}; or put each picture into the folder of its class"
+        )
+    return choices[0]
+
+
+def values_of(rows: datasets.Dataset, column: str) -> pd.Series:
+    """Return the values of a column, where the name of a class stands for its number.
+
+    On the Hub -1 stands for no class; it becomes a missing value.
+    """
+    table = rows.select_columns([column]).with_format("arrow")[:]
+    values = table.column(column).to_pandas(integer_object_nulls=True).astype(object)
+    names = getattr(rows.features[column], "names", None)  # of a ClassLabel
+    return values.map(dict(enumerate(names))) if names else values
 
 
 def label_rows(
     rows: datasets.Dataset, where: str, label: str | None, classes: list[str] | None = None
-) -> tuple[Labelled, list[str]]:
-    """Return pictures with their classes, and the names of the classes. Raises UsageError.
+) -> Labelled:
+    """Return pictures with their classes. Raises UsageError.
 
     The names are those of a ClassLabel, or the values of the column in sorted order, in NFC.
 
@@ -235,4 +169,5 @@ def label_rows(
             f"the {len(names)} classes {reprlib.repr(names)}"
         )
     labels = torch.from_numpy(numbers.astype(np.int64))
-    return Labelled(rows.select_columns(images), labels, where), names
+    cells = rows.select_columns(images).cast_column(images[0], datasets.Image(decode=False))
+    return Labelled(cells, labels, names, where)
