@@ -167,7 +167,7 @@ def write_start(accelerator: Accelerator, config: TrainingConfig, project: str) 
             (config.run_dir / "DONE").unlink(missing_ok=True)
             write_json(config.run_dir / "run.json", describe_run(accelerator, config))
     flags = {name: str(value) for name, value in vars(config).items()}
-    send_all_rows(accelerator, config.dry_run)
+    send_all_rows(accelerator)
     accelerator.init_trackers(project, flags)
 
 

@@ -113,11 +113,11 @@ class Sent(GeneralTracker):
         self.sent_to.finish()
 
 
-def send_all_rows(accelerator: Accelerator, is_dry: bool) -> None:
-    """Let every tracker, also one of the script's own, be sent all rows; none in a dry run."""
+def send_all_rows(accelerator: Accelerator) -> None:
+    """Let every tracker, also one of the script's own, be sent all rows."""
     given = [*accelerator.log_with, *accelerator.trackers]
     (history,) = (tracker for tracker in given if isinstance(tracker, JsonlTracker))
-    others = [] if is_dry else [Sent(tracker, history) for tracker in given if tracker != history]
+    others = [Sent(tracker, history) for tracker in given if tracker != history]
     accelerator.trackers.clear()
     accelerator.log_with[:] = history, *others
 
