@@ -91,14 +91,6 @@ for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
 """
 
 
-# Models as predict.py makes them to compare their shapes with those of the weights.
-SHAPES = """
-from trainkit.tables.network import TabM
-from trainkit.texts.bags import Bag
-with torch.device("meta"):
-    assert TabM(2, [[0.0, 0.5, 1.0]]).signs.shape == (4, 4, 1, 3)
-    assert Bag(9, 2).table.weight.shape == (9, 2)
-"""
 PARALLEL = """
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -108,14 +100,13 @@ assert parallel.module.weight.grad.tolist() == [[1.0, 1.0]]
 """
 
 
-def test_without_the_compiler_numbers_and_shapes_are_the_same_and_hooks_are_called():
+def test_without_the_compiler_numbers_are_the_same_and_hooks_are_called():
     plain = {}
     exec(STEPS, plain)
     assert "torch._dynamo" in sys.modules  # this process is as torch made it
     code = (
         "from trainkit.repairs import replaced\nreplaced.skip_the_compiler()"
         + STEPS
-        + SHAPES
         + PARALLEL
         + "import sys\nassert 'torch._dynamo' not in sys.modules, 'it was imported'\n"
         + f"assert weight.tolist() == {plain['weight'].tolist()} and len(calls) == 9"

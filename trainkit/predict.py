@@ -28,7 +28,6 @@ from trainkit import (
     from_exact_json,
     load_predictions,
     name_without_compiler,
-    plain_name,
     printable,
     refuse_pipe,
     startup,
@@ -135,9 +134,8 @@ def load_run(run_dir: Path, script_path: Path | None = None) -> Any:
                 f"model answers to `python -m trainkit.language.ask {run_dir}`"
             )
         kind = find_kind()
-        weights = load_file(run_dir / kind.weights)
         model = name_without_compiler(script.make_model(metadata))
-        model.load_state_dict({plain_name(name): value for name, value in weights.items()})
+        model.load_state_dict(load_file(run_dir / kind.weights))
         predictor = kind(model, metadata, evaluated).eval().requires_grad_(False)
         predictor.open(script, run_dir)
         return predictor
@@ -250,11 +248,11 @@ def predict_files(
         try:
             with as_usage_error(f"{path} cannot be used"):
                 refuse_pipe(path, str(path))
-                if csv_path is None:
-                    answer = predictor.predict_file(path, **options)
-                else:
+                if csv_path:
                     answer, more = predictor.answer_file(path, **options)
                     row |= more
+                else:
+                    answer = predictor.predict_file(path, **options)
         except UsageError as error:
             if len(paths) == 1 and csv_path is None:
                 raise
