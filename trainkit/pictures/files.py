@@ -1,9 +1,8 @@
 """Read picture files of any kind as numbers, by the same rules for all scripts.
 
-Every picture is turned upright. Of a file that holds several the first is read. Transparent pixels
-become white, or black if what is visible could not be seen on white (on_ground). Grey values of
-more than 8 bits are scaled (scale_greys). read_square is for small grey pictures, read_centre for
-photos in colour. Decoded pictures are cached; after any change here they are all decoded again.
+Every picture is turned upright. Of a file that holds several the first is read. read_square is for
+small grey pictures, read_centre for photos in colour. Decoded pictures are cached; after any change
+here they are all decoded again.
 """
 
 import contextlib
@@ -32,9 +31,7 @@ READER = f"{PILLOW_FORMATS} {PIL.__version__}".encode() + Path(__file__).read_by
 
 BRIGHT = 192  # of 255: a mean grey value that hardly differs from white
 LONG = 2  # sides beyond 2 : 1: by default such a picture is padded, since a crop would lose half
-# The values of black and of white in grey pictures of more than 8 bits, by their mode.
-RANGES = {"I;16": (0.0, 65535.0), "I": (0.0, 65535.0), "F": (0.0, 1.0)}
-# Other values of both for all modes, called "any"; values outside of them are cut off.
+# Other values of black and white in grey pictures of more than 8 bits, called "any".
 Greys = Mapping[str, tuple[float, float]]
 
 
@@ -88,8 +85,7 @@ def is_deep(form: str) -> bool:
 def scale_greys(picture: Image.Image, greys: Greys) -> np.ndarray:
     """Return the values of a deep grey picture as uint8. Raises ValueError outside of its range."""
     values = np.asarray(picture, dtype=np.float64)
-    kind = "I;16" if picture.mode.startswith("I;16") else picture.mode
-    black, white = greys.get("any") or RANGES[kind]
+    black, white = greys.get("any", (0.0, 1.0 if picture.mode == "F" else 65535.0))
     if greys:
         values = values.clip(black, white)
     if not ((values >= black) & (values <= white)).all():  # also if one is not a number
@@ -101,10 +97,7 @@ def scale_greys(picture: Image.Image, greys: Greys) -> np.ndarray:
 
 
 def on_ground(picture: Image.Image) -> Image.Image:
-    """Put a picture, RGBA, on white ground, as on a page.
-
-    It is black if the visible pixels are so bright that they could not be seen on white.
-    """
+    """Put a picture, RGBA, on white ground, or on black if it could not be seen on white."""
     alpha = np.asarray(picture)[..., 3] / 255
     grey = np.asarray(picture.convert("RGB").convert("L"))
     shade = 255 if (grey * alpha).sum() <= BRIGHT * alpha.sum() else 0
@@ -113,10 +106,7 @@ def on_ground(picture: Image.Image) -> Image.Image:
 
 
 def pad(values: np.ndarray, side: int) -> np.ndarray:
-    """Put values, uint8 (height, width, ...), into the middle of a square of this side.
-
-    Around them is the median colour of their border: paper goes on as paper.
-    """
+    """Put values, uint8 (height, width, ...), on a square of the median colour of their border."""
     height, width = values.shape[:2]
     border = np.concatenate((values[0], values[-1], values[:, 0], values[:, -1]))
     square = np.empty((side, side, *values.shape[2:]), np.uint8)
@@ -156,10 +146,7 @@ def fit_square(
 def read_square(
     file: Path | BytesIO, size: int, fit: Fit = "squash", greys: Greys | None = None
 ) -> tuple[np.ndarray, str]:
-    """Return the grey values of a picture, uint8 (1, size, size), and its form.
-
-    Raises an exception that says what is wrong with the picture.
-    """
+    """Return the grey values of a picture, uint8 (1, size, size), and its form."""
     picture, form = open_upright(file, greys=greys)
     return fit_square(picture.convert("L"), size, fit)[None], form
 
@@ -171,10 +158,7 @@ def read_centre(
     seen: int | None = None,
     greys: Greys | None = None,
 ) -> tuple[np.ndarray, str]:
-    """Return a picture in colour as a square, uint8 (side, side, 3), and its form. See fit_square.
-
-    Raises an exception that says what is wrong with the picture.
-    """
+    """Return a picture in colour as a square, uint8 (side, side, 3), and its form."""
     picture, form = open_upright(file, side, greys)
     return fit_square(picture.convert("RGB"), side, fit, seen), form
 

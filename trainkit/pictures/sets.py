@@ -12,7 +12,7 @@ from trainkit.errors import UsageError
 from trainkit.pictures import files
 from trainkit.pictures.decoding import Read, decode_once
 from trainkit.pictures.flags import PictureConfig
-from trainkit.pictures.splits import Labelled, choose_part, label_rows, open_dataset
+from trainkit.pictures.splits import Labelled, find_sides
 from trainkit.reading.recall import describe_classes
 from trainkit.reading.splits import describe_equal, describe_given, split_rows
 from trainkit.repairs.private_names import fingerprint_of
@@ -89,39 +89,17 @@ def load_sets(
 ) -> tuple[Split, Split, dict[str, str]]:
     """Return the pictures to train and to evaluate on, decoded once and cached, and plan lines.
 
-    Evaluated are those of `eval_data`, or else the first of the test and the validation split that
-    has labels, or else a part of the training pictures; then equal ones are on the same side.
-    Raises UsageError.
+    If a part of the training pictures is held out, equal ones are on the same side. Raises
+    UsageError.
 
     Args:
-        name: a folder, a file of rows or a Hub id.
+        name, label, eval_data, same_classes: see find_sides.
         read: decodes a picture to uint8 values of this shape: (1, side, side), or (side, side, 3)
             in colour.
-        label: column of the classes; None: the only column that can be one.
-        eval_data: another folder, file or Hub id: its own test or validation split, or all of it.
-        same_classes: refuse a class that is not trained on. False: classes do not matter.
         num_held_out: evaluate on so many training pictures, whatever other splits there are.
         how: what `read` gets too.
     """
-    where = f"--dataset {name}"
-    parts = open_dataset(name, where)
-    if "train" not in parts:
-        raise UsageError(
-            f"{where}, split 'train': the folder and file names give only {sorted(parts)}: "
-            "put the training pictures into train/"
-        )
-    sides = [label_rows(parts["train"], f"{where}, split 'train'", label)]
-    split, unread = "", list[str]()
-    if not num_held_out:
-        split, unread = choose_part(parts, where, label, bool(eval_data))
-    given, where = split, f"{where}, split {split!r}"
-    if eval_data:
-        given = where = f"--eval-data {eval_data}"
-        parts = open_dataset(eval_data, where)
-        split = choose_part(parts, where, label, False)[0] or "train"
-    if split:
-        classes = sides[0].classes if same_classes else None
-        sides.append(label_rows(parts[split], where, label, classes))
+    sides, given, unread = find_sides(name, label, eval_data, same_classes, bool(num_held_out))
     train, *others = decode_sides(sides, read, shape, how)
     if others:
         held_out = others[0]._replace(classes=train.classes)

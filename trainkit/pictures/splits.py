@@ -35,6 +35,43 @@ class Labelled(NamedTuple):
     where: str  # begins the sentence of a UsageError about them
 
 
+def find_sides(
+    name: str, label: str | None, eval_data: str | None, same_classes: bool, held_out: bool
+) -> tuple[list[Labelled], str, list[str]]:
+    """Return the pictures to train and to evaluate on, what these are, and which are neither.
+
+    Evaluated are those of `eval_data`, or else the first of the test and the validation split that
+    has labels; if there is none, these are missing, and "" says what they are. Raises UsageError.
+
+    Args:
+        name: a folder, a file of rows or a Hub id.
+        label: column of the classes; None: the only column that can be one.
+        eval_data: another folder, file or Hub id: its own test or validation split, or all of it.
+        same_classes: refuse a class that is not trained on. False: classes do not matter.
+        held_out: a part of the training pictures is, whatever other splits there are.
+    """
+    where = f"--dataset {name}"
+    parts = open_dataset(name, where)
+    if "train" not in parts:
+        raise UsageError(
+            f"{where}, split 'train': the folder and file names give only {sorted(parts)}: "
+            "put the training pictures into train/"
+        )
+    train = label_rows(parts["train"], f"{where}, split 'train'", label)
+    split, unread = "", list[str]()
+    if not held_out:
+        split, unread = choose_part(parts, where, label, bool(eval_data))
+    given, where = split, f"{where}, split {split!r}"
+    if eval_data:
+        given = where = f"--eval-data {eval_data}"
+        parts = open_dataset(eval_data, where)
+        split = choose_part(parts, where, label, False)[0] or "train"
+    if not split:
+        return [train], "", unread
+    classes = train.classes if same_classes else None
+    return [train, label_rows(parts[split], where, label, classes)], given, unread
+
+
 def open_dataset(name: str, where: str) -> dict[str, datasets.Dataset]:
     """Return the splits of a folder, a file of rows or a Hub data set. Raises UsageError.
 
