@@ -1,9 +1,8 @@
 """In a thread, sync a checkpoint to the disk and give it its name, while the training continues.
 
-The names of checkpoints are only given by the main process, and nothing here communicates but by
-files, because a collective in a thread would mix with those of the training. Each process syncs and
-hashes its own files and leaves their hashes beside them, in hashes-00001.json. The main process
-waits for those, writes MANIFEST.json and renames the folder.
+Each process syncs and hashes its own files and leaves their hashes beside them, in
+hashes-00001.json. The main process waits for those, writes MANIFEST.json and renames the folder.
+Nothing communicates but by files: a collective in a thread would mix with those of the training.
 """
 
 import json
@@ -55,8 +54,8 @@ class Commits:
     ) -> None:
         """Make `folder` durable in the thread, rename it to `final`, remove older checkpoints.
 
-        Every process must call this, when all have written their files. trainer is the content of
-        trainer.json, `what` begins the message if this fails, started_at is of time.monotonic().
+        Every process must call this, when all have written their files. `what` begins the message
+        if this fails; started_at is of time.monotonic().
         """
         self.what = what
         rank = self.accelerator.process_index
@@ -96,9 +95,9 @@ class Commits:
         return any(job.done() and job.exception() is not None for job in self.jobs)
 
     def wait(self) -> None:
-        """Wait until the newest checkpoint is durable.
+        """Wait until the newest checkpoint is durable. Every process must call this.
 
-        Every process must call this. Raises RunFailure on all of them if any has failed.
+        Raises RunFailure on all of them if any has failed.
         """
         jobs = self.jobs
         self.jobs = []
@@ -113,11 +112,7 @@ class Commits:
             raise
 
     def close(self) -> None:
-        """Wait for this process and, for a short time, for the others, some of which may be dead.
-
-        This does not communicate: it is for the end of a run after an error. It prints a line if
-        the newest checkpoint could not be made durable.
-        """
+        """At the end, wait for this process and shortly for the others, which may be dead."""
         wait(self.jobs[:1])
         if wait(self.jobs, LAST_SECONDS).not_done or self.failed():
             self.leaving.set()

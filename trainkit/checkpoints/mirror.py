@@ -93,10 +93,7 @@ class Mirror:
         return {n for n in self.steps() if f"checkpoints/{n}/MANIFEST.json" in self.listed}
 
     def check_run(self, check: Callable[[Path], object]) -> None:
-        """Raise what check(folder) says of trainer.json in the newest checkpoint of the mirror.
-
-        Another run would lose it, as this one removes what it does not lead to.
-        """
+        """Raise what check(folder) says of the newest checkpoint: another run would lose it."""
         for name in sorted(self.whole())[-1:]:
             with tempfile.TemporaryDirectory() as folder:
                 self._get(Path(folder), f"checkpoints/{name}/", ["trainer.json"])
@@ -181,10 +178,7 @@ class Mirror:
         self._remove_checkpoints(n for n in self.steps() - {*kept, best} if n < newest)
 
     def finish(self) -> None:
-        """Copy what is beside the checkpoints, DONE last, and say what the mirror lacks.
-
-        Raises RunFailure with --mirror-must.
-        """
+        """Copy what is beside the checkpoints, DONE last, and say or raise what is lacking."""
         wait(self.jobs.values())
         problem = _failure(self._copy_rest)
         self.problem = self.problem or problem
@@ -222,10 +216,7 @@ class Mirror:
 
 
 def open_mirror(accelerator: Accelerator, config: TrainingConfig) -> Mirror | None:
-    """Return the mirror on the main process; None on the others, and without --mirror.
-
-    Every process must call this. Raises UsageError on all of them if it cannot be used.
-    """
+    """Return the mirror, on the main process alone. Every process must call this."""
     if not config.mirror:
         return None
 

@@ -64,13 +64,10 @@ def check_loadable(state: Any, what: str) -> None:
     except Exception as problem:  # pickle raises many kinds
         named = re.search(r"GLOBAL (\S+)", str(problem))
         kind = f"a {named[1]}" if named else f"something ({first_sentence(problem)})"
-        remedy = "let it hold numbers, texts, lists, tuples, dicts, sets, tensors and arrays"
-        if named:
-            name = named[1].rpartition(".")[2]
-            remedy += f", or, if you trust it, call torch.serialization.add_safe_globals([{name}])"
         raise UsageError(
             f"{what} holds {kind}, which no resume would load, because that could execute code: "
-            f"{remedy}"
+            "let it hold numbers, texts, lists, tuples, dicts, sets, tensors and arrays, or call "
+            "torch.serialization.add_safe_globals([...]) with a class that you trust"
         ) from None
 
 
@@ -80,10 +77,7 @@ def save_tree(state: Any, path: Path) -> None:
 
 
 def load_tree(path: Path, device: torch.device | str = "cpu") -> Any:
-    """What torch.save or save_tree wrote into this file, with nothing that could execute code.
-
-    Tensors that were not on the CPU are put on this device.
-    """
+    """What torch.save or save_tree wrote; what was not on the CPU is put on this device."""
 
     def put(storage: Any, saved_on: str) -> Any:
         return default_restore_location(storage, "cpu" if saved_on == "cpu" else str(device))
@@ -95,10 +89,9 @@ def load_tree(path: Path, device: torch.device | str = "cpu") -> Any:
 def before_save(
     parts: Callable[[], Parts], is_main: bool, models: list, weights: list, folder: str
 ) -> None:
-    """Leave out frozen weights, save tied weights under both names, and write the averages.
+    """Leave out frozen weights, and write the averages: a hook of accelerator.save_state.
 
-    This is a hook of accelerator.save_state, which would leave out one of two tied names and warn
-    of it each time.
+    It would leave out one of the names of tied weights, and warn of it each time.
     """
     tensors = {name: separate(part) for name, part in parts().items() if isinstance(part, dict)}
     weights[:] = [tensors.pop(numbered("model.safetensors", n)) for n in range(len(models))]
@@ -107,9 +100,9 @@ def before_save(
 
 
 def before_load(parts_of: Callable[[], Parts], models: list, folder: str) -> None:
-    """Refuse files that do not match this run's models and optimizers; load the averages.
+    """Refuse files that are not of this run, which accelerator.load_state passes over.
 
-    This is a hook of accelerator.load_state, which would ignore missing and extra files.
+    It also loads the averages.
     """
     parts = parts_of()
     names = [path.name for path in Path(folder).iterdir() if is_listed(f"state/{path.name}")]
@@ -166,10 +159,7 @@ def _write_shard(tensors: Tensors, rank: int, folder: Path) -> None:
 
 
 def read_shards(parts: Parts, folder: Path) -> None:
-    """Load what write_shards(...) wrote, on any number of processes, into any run.
-
-    It does not communicate. Raises UsageError before any weight changes.
-    """
+    """Load what write_shards(...) wrote, on any number of processes, without communicating."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     reader = HuggingFaceStorageReader(str(folder))

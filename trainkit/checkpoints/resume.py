@@ -67,8 +67,7 @@ def choose(
 ) -> tuple[Path | None, dict[str, Any], list[str]]:
     """Return the checkpoint that --resume names, its trainer.json, and what to say about it.
 
-    It is None for a new run. Every process must call this. Raises UsageError on all of them, also
-    that of check(path), which returns trainer.json.
+    It is None for a new run. Every process must call this; check(path) returns trainer.json.
     """
 
     def find() -> tuple[Path | None, dict[str, Any], list[str]]:
@@ -90,10 +89,7 @@ def choose(
 def _newest_whole(
     directory: Path, mirror: Mirror | None, wanted: str
 ) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint of those that --resume names, and what to say about it.
-
-    Raises UsageError if there are some and none is complete.
-    """
+    """The newest complete checkpoint of those that --resume names, and what to say about it."""
     mirrored = mirror.whole() if mirror else set()
     candidates = sorted({*steps_in(directory), *(directory / name for name in mirrored)})
     if wanted not in ("auto", "latest"):
@@ -119,10 +115,7 @@ def _newest_whole(
 
 
 def abandon_later(directory: Path, step: int, used: Path | None) -> list[str]:
-    """Rename the checkpoints after this step, the last first; return a sentence for each.
-
-    A run that continues from the checkpoint `used` no longer leads to them.
-    """
+    """Rename the checkpoints after this step, the last first; return a sentence for each."""
     sentences = []
     for path in reversed(steps_in(directory)):
         if path.name >= step_name(step) and (used is None or path.name != used.name):
@@ -140,10 +133,10 @@ def fingerprint_run(
     started_from: str,
     fixed: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the values by the names used in messages. Every process must call this.
+    """Return what a resume compares, by the names used in messages. Every process must call this.
 
-    data_hashes are those of the sets; started_from is that of --start-from; fixed has what is used
-    and not trained, by name. Raises UsageError on all processes if their values differ.
+    data_hashes are those of the sets, started_from is that of --start-from. Raises UsageError on
+    all processes if their values differ.
     """
     with failing_together(accelerator, "run.begin(...) cannot read what is fixed"):
         hashes = {f"fixed[{name}]": hash_fixed(name, value) for name, value in fixed.items()}
@@ -173,8 +166,7 @@ def fingerprint_run(
 def read_same_run(path: Path, now: dict[str, Any], last_step: int) -> dict[str, Any]:
     """Return trainer.json of the checkpoint at `path`, with its "progress" as a Progress.
 
-    Raises UsageError if it does not belong to the run with the fingerprint `now`, or is from after
-    the last step of this run.
+    Raises UsageError if its fingerprint is not `now`, or if it is from after the last step.
     """
     with as_usage_error(f"{path / 'trainer.json'} cannot be used"):
         trainer = json.loads((path / "trainer.json").read_text())

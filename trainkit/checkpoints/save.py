@@ -95,9 +95,8 @@ class Checkpoints:
     def save(self, progress: Progress) -> None:
         """Save a checkpoint of this step. Every process must call this, after an optimizer step.
 
-        This returns when the files are written. A thread makes them durable and gives the
-        checkpoint its name, for which the next save waits. Raises RunFailure on all processes if
-        any of them fails, or if the previous save did. Older checkpoints are not touched.
+        This returns when the files are written; the next save waits until they are durable. Raises
+        RunFailure on all processes if any fails, or if the previous save did.
         """
         if progress.step == self.saved_step:
             return  # same weights; a resume repeats what was done since, for example an evaluation
@@ -152,8 +151,7 @@ class Checkpoints:
     def restore(self) -> None:
         """Undo what the script did at the start of an epoch in whose middle this run was resumed.
 
-        It does there what it does at the start of each epoch, such as copying a network, and the
-        run that saved the checkpoint had done that before. Every process must call this.
+        The run that saved the checkpoint had done that before. Every process must call this.
         """
         if self.loaded is None:
             return
@@ -163,17 +161,11 @@ class Checkpoints:
             self._load(path / "state", trainer)
 
     def wait_for_mirror(self, seconds: float) -> None:
-        """Wait until the mirror has the newest checkpoint, at most this long.
-
-        Every process must call this.
-        """
+        """Wait for the mirror to have all, at most this long. Every process must call this."""
         self._with_mirror(lambda mirror: mirror.wait(seconds))
 
     def finish_mirror(self) -> None:
-        """Copy what else the run left to the mirror. Every process must call this.
-
-        Raises RunFailure on all of them with --mirror-must, if the mirror lacks something.
-        """
+        """Copy what else the run left to the mirror. Every process must call this."""
         self._with_mirror(Mirror.finish)
 
     def _with_mirror(self, call: Callable[[Mirror], object]) -> None:
@@ -186,9 +178,7 @@ class Checkpoints:
         """Load the checkpoint that --resume names, and return the position of the run.
 
         None starts a new run; "auto" does so if there is no checkpoint, "latest" and a path fail.
-        Every process must call this. Raises UsageError on all of them, before any weight changes,
-        if no checkpoint is complete, or if it belongs to another run or is from after the last
-        step of this run.
+        Every process must call this. Raises UsageError on all of them, before any weight changes.
         """
         accelerator = self.accelerator
         check = partial(read_same_run, now=self.fingerprint, last_step=last_step)
