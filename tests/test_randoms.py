@@ -15,7 +15,7 @@ from conftest import refused
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from trainkit.checkpoints.content import hash_fixed, held_in_memory
+from trainkit.checkpoints.hashing import hash_fixed, held_in_memory
 from trainkit.config import TrainingConfig
 from trainkit.launch.nodes import hash_sources
 from trainkit.numbers import randoms

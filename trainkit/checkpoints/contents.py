@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from trainkit.checkpoints.content import hash_fixed, text_of
+from trainkit.checkpoints.hashing import hash_fixed, text_of
 from trainkit.checkpoints.parts import Parts, check_loadable, load_tree
 from trainkit.checkpoints.sharded import Tensors, frozen, state_of
 from trainkit.checkpoints.state import State, entries_in, where_apart

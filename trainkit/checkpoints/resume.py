@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from trainkit.checkpoints import sharded
-from trainkit.checkpoints.content import hash_fixed, text_of
+from trainkit.checkpoints.hashing import hash_fixed, text_of
 from trainkit.checkpoints.mirror import Mirror, open_mirror
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError, as_usage_error

@@ -18,7 +18,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, broadcast, broadcas
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 
-from trainkit.checkpoints.content import hash_tensor
+from trainkit.checkpoints.hashing import hash_tensor
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.launch.environment import num_copies, shards_wanted
 from trainkit.launch.nodes import check_same

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainkit.checkpoints.content import text_of
+from trainkit.checkpoints.hashing import text_of
 from trainkit.errors import UsageError
 
 DICTS = dict, OrderedDict, Counter

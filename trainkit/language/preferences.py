@@ -10,7 +10,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trainkit.checkpoints.content import text_of
+from trainkit.checkpoints.hashing import text_of
 from trainkit.errors import UsageError
 from trainkit.hashes import digest
 from trainkit.language.conversations import ChatSets, make_sets, name_prompt

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainkit.checkpoints.content import text_of
+from trainkit.checkpoints.hashing import text_of
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest
 from trainkit.pictures.files import standardise

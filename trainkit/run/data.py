@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
-from trainkit.checkpoints.content import held_in_memory, sample_parts, text_of
+from trainkit.checkpoints.hashing import held_in_memory, sample_parts, text_of
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError
 from trainkit.hashes import digest

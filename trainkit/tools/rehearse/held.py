@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainkit.checkpoints.content import hash_tensor
+from trainkit.checkpoints.hashing import hash_tensor
 from trainkit.config import TrainingConfig
 from trainkit.hashes import digest
 

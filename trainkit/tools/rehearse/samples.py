@@ -6,7 +6,7 @@ from trainkit import InMemory
 
 import torch
 
-from trainkit.checkpoints.content import sample_parts, text_of
+from trainkit.checkpoints.hashing import sample_parts, text_of
 from trainkit.numbers.loaders import WholeBatches
 from trainkit.repairs.private_names import tree_leaves, tree_map_only
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from trainkit.checkpoints.content import hash_tensor, text_of
+from trainkit.checkpoints.hashing import hash_tensor, text_of
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.errors import UsageError
 from trainkit.hashes import digest
