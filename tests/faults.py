@@ -191,6 +191,10 @@ def _serve():
     # Nor does a child clear away at its end what was made here, which takes as long as two saves.
     for finalizer in [*weakref.finalize._registry]:
         finalizer.atexit = False
+    # Nor does it hash again the files of the kit.
+    sources = importlib.import_module("trainkit.launch.nodes")
+    sources.digest_file = functools.cache(sources.digest_file)
+    sources.hash_sources()
     gc.enable()
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
@@ -206,10 +210,30 @@ def free_port() -> int:
             return port
 
 
+@functools.cache
+def _know_sources(last: str):
+    """Let a run look for sources in modules imported after this one, and in those of ROOT.
+
+    A look at each of the thousands that are imported here would copy as many pages of memory.
+    """
+    known = {n: m for n, m in sys.modules.items() if str(ROOT) in str(getattr(m, "__file__", ""))}
+
+    class Seen:
+        argv = property(lambda _: sys.argv)
+
+        @property
+        def modules(self) -> dict[str, Any]:
+            added = itertools.takewhile(lambda name: name != last, reversed(sys.modules))
+            return known | {name: sys.modules[name] for name in added}
+
+    sys.modules["trainkit.launch.nodes"].sys = Seen()
+
+
 def _start(request: dict[str, Any]) -> dict[str, Any]:
     port = free_port()
     for name in request.get("modules", []):
         importlib.import_module(name)
+    _know_sources(next(reversed(sys.modules)))
     gc.freeze()  # or each child copies what its collector looks at
     outputs = os.memfd_create("stdout"), os.memfd_create("stderr")
     for output in outputs:  # or one process may write over what another writes at the same time

@@ -21,6 +21,29 @@ from trainkit.numbers.loaders import make_loaders
 from trainkit.numbers.optim import make_optimizer, make_scheduler
 from trainkit.run.run import Run
 
+# The head of scripts that tests write: they add load_data(config) and main(argv).
+HEAD = """
+import os, signal
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainkit import InMemory, Run, make_loaders, make_optimizer
+from trainkit.config import TrainingConfig, parse
+
+
+@dataclass
+class Config(TrainingConfig):
+    run_dir: Path = Path("runs/test")
+    epochs: int = 2
+    batch_size: int = 8
+"""
+
 NUM_SAMPLES = 43  # a prime: batches of 8 leave 3 for the last
 
 

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from trainkit import app, predict
@@ -20,7 +19,6 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, refused, wait_until, without_numbers
-from faults import free_port
 from PIL import Image
 
 from benchmarks.pictures import draw_seven
@@ -129,29 +127,6 @@ def test_a_seven_that_is_drawn_is_framed_and_answered_as_by_the_model(
     tab.wait_for_function("document.querySelector('.said').innerText.includes('not one of PNG')")
 
 
-def test_the_fields_of_a_table_are_answered(table_run, open_page):
-    port = free_port()
-    tab = open_page(table_run, "--port", port)
-    assert tab.url == f"http://127.0.0.1:{port}/"
-    tab.wait_for_selector(".said h2")
-    before = tab.locator(".said h2").inner_text()
-    assert "It predicts price, and is off by less than " in tab.locator("body").inner_text()
-    # It is the prediction for the values that the page shows.
-    predictor = predict.load_run(table_run)
-    area = float(tab.locator("input[type=number]").input_value())
-    city = tab.get_by_role("combobox").input_value()
-    age = tab.get_by_label("age").input_value()
-    assert age.startswith("1970-01-0")  # a date, and no days since 1970
-    assert before in page.answer_row(predictor, area, city, age)
-    tab.get_by_label("age").fill("1970-01-02" if age[-1] > "4" else "1970-01-07")
-    tab.wait_for_function(f"document.querySelector('.said h2').innerText != {before!r}")
-    before = tab.locator(".said h2").inner_text()
-    tab.locator("input[type=number]").fill("200")
-    tab.keyboard.press("Tab")
-    tab.wait_for_function(f"document.querySelector('.said h2').innerText != {before!r}")
-    assert tab.locator(".said h2").inner_text().startswith("price: ")
-
-
 def test_a_page_begins_with_what_is_usual_and_with_the_answer_on_top(table_run):
     pytest.importorskip("gradio")
     predictor = predict.load_run(table_run)
@@ -180,24 +155,6 @@ def test_a_row_is_answered_in_its_own_units(table_run):
     assert said == f"<h2>price: {expected:.6g}</h2>"
     said = page.answer_row(predictor, 200, "Rome", "next week")
     assert "age: &#x27;next week&#x27; is not a date like 2020-01-31" in said
-
-
-def test_the_head_of_a_page_says_the_target_and_how_far_off_it_is():
-    off = torch.tensor([*[1.0] * 8, 2, 2, *[3.0] * 8, 9, 9])[:, None]
-    run = SimpleNamespace(
-        evaluated={"prediction": off, "target": torch.zeros(20, 1)},
-        metadata={"targets": ["weight"]},
-    )
-    assert page.describe_quality(run) == (
-        "It predicts weight, and is off by less than 2 for half of 20 samples that it was not "
-        "trained on."
-    )
-    run.evaluated = {"prediction": torch.tensor([0, 1, 1, 1]), "target": torch.tensor([0, 1, 1, 0])}
-    run.metadata["classes"] = ["a", "b"]
-    assert page.describe_quality(run) == (
-        "It predicts weight, and is right for 75.0% of 4 samples that it was not trained on; the "
-        "largest class has 50.0%."
-    )
 
 
 def test_a_text_is_answered_with_its_shares(run_main, tmp_path):
@@ -239,13 +196,6 @@ def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(mnis
     predictor.calibration["threshold"] = 1.1
     said, *_ = page.answer_picture(predictor, str(tmp_path / "seven.png"))
     assert said.startswith("<h2>unsure, perhaps &lt;b&gt;")
-
-
-def test_a_picture_that_cannot_be_read_is_refused_without_its_path(mnist_run, tmp_path):
-    (tmp_path / "text.png").write_text("not a picture")
-    said, *_ = page.answer_picture(predict.load_run(mnist_run), str(tmp_path / "text.png"))
-    assert said.startswith("the file cannot be read as a picture: ") and "not one of PNG" in said
-    assert str(tmp_path) not in said
 
 
 def test_what_is_missing_is_asked_for_by_name(mnist_run, tmp_path, monkeypatch):

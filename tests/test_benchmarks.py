@@ -52,7 +52,7 @@ peers --only accelerate fast --pictures 700: accelerate fast
 ROWS = re.findall(r"^(\w+) (.*): (.*)$", TABLES, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name, flags, first", quick(ROWS, ROWS[:1]))
+@pytest.mark.parametrize("name, flags, first", quick(ROWS, []))
 def test_a_benchmark_prints_its_table(name, flags, first):
     rows = table(name, flags)
     assert {row[0].split()[0] for row in rows} == {*first.split()}

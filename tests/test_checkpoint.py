@@ -1,6 +1,5 @@
 """Checkpoints: damage is found, nothing in a folder executes, and a refusal names its reason."""
 
-import argparse
 import json
 import math
 import os
@@ -10,12 +9,11 @@ import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import linux_only, posix_only, refused
+from conftest import linux_only, refused
 from saving import Run, reforge, step, write_hostile
 
 from trainkit.checkpoints import commit, parts
@@ -23,7 +21,6 @@ from trainkit.checkpoints.contents import Contents, Frozen
 from trainkit.checkpoints.save import Checkpoints
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure, UsageError
-from trainkit.launch import run_folder
 from trainkit.numbers.means import RunningMeans
 from trainkit.numbers.orders import Progress
 from trainkit.run.ema import EMA
@@ -104,12 +101,6 @@ def test_of_twelve_models_each_gets_its_own_state_back_of_either_kind_of_checkpo
             assert repr([ema.values, *(each.state_dict() for each in things)]) == before
 
 
-def test_a_checkpoint_in_another_format_is_refused_in_one_sentence(saved):
-    manifest = step(saved, 3) / "MANIFEST.json"
-    manifest.write_text(manifest.read_text().replace('"format": 10', '"format": 9'))
-    assert "another version saved it, in format 9, not 10" in Run(saved).refuses(step(saved, 3))
-
-
 class Projector:
     """Of a class that torch.load(weights_only=True) does not know."""
 
@@ -169,18 +160,6 @@ def test_a_damaged_checkpoint_is_refused_by_path_and_passed_over_by_auto_unless_
         (step(saved, number) / "trainer.json").unlink()
     for wanted in ("auto", "latest"):  # and nothing starts anew
         assert run.refuses(wanted).count("trainer.json is missing") == 2
-
-
-STRAY = (".DS_Store", "._trainer.json", "@eaDir/x", "state/._model.safetensors", "trainer.json~")
-
-
-def test_files_of_other_programs_in_a_checkpoint_are_passed_over(saved):
-    for name in STRAY:
-        path = step(saved, 3) / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"x")
-    (step(saved, 3) / ".snapshot").mkdir()
-    assert Run(saved).checkpoints.resume("auto").step == 3
 
 
 def test_a_file_that_load_state_would_open_must_be_in_the_manifest(saved):
@@ -354,34 +333,3 @@ def test_what_json_lacks_is_written_as_null_and_inf_and_comes_back(tmp_path):
     again = Run(tmp_path)
     again.checkpoints.fingerprint = run.checkpoints.fingerprint
     assert repr(again.checkpoints.resume("auto")) == repr(run.progress)
-
-
-def open_folder(run_dir: Path, resume: str | None = None):
-    args = argparse.Namespace(run_dir=run_dir, resume=resume, mirror=None)
-    return run_folder.open_run(SimpleNamespace(num_processes=1, is_main_process=True), args)
-
-
-@linux_only
-def test_a_volume_that_is_the_run_folder_of_two_containers_is_used_by_one(tmp_path):
-    """Each has a path of its own, so a lock beside the folder would not tell them apart."""
-    import fcntl
-
-    run_dir = tmp_path / "run"
-    open_folder(run_dir).release()
-    with open(run_dir / "run.lock") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with refused("is in use by another process"):
-            open_folder(run_dir)
-    open_folder(run_dir).release()
-
-
-@posix_only
-def test_a_run_folder_that_is_a_link_stays_one(tmp_path):
-    (tmp_path / "large_disk").mkdir()
-    run_dir, target = tmp_path / "run", tmp_path / "large_disk" / "run"
-    run_dir.symlink_to(target)  # of which there is nothing yet
-    open_folder(run_dir).release()
-    (target / "metrics.jsonl").write_text("of the first run")
-    open_folder(run_dir).release()
-    assert run_dir.is_symlink() and not (target / "metrics.jsonl").exists()
-    assert (tmp_path / "large_disk" / "run.1" / "metrics.jsonl").read_text() == "of the first run"

@@ -1,10 +1,8 @@
 """What is printed about several runs: what differs, what was measured, what a difference means."""
 
-import json
-
 import pytest
 import torch
-from conftest import refused, rows
+from conftest import rows
 
 from trainkit.store import records
 from trainkit.store.weights import write_tensors
@@ -41,23 +39,6 @@ def test_the_table_says_what_differs_and_what_was_measured(folders, capsys):
         timing = records.read_rows(run / "timing.jsonl")
         assert seconds == f"{sum(row.get('train_seconds', 0) for row in timing):.6g}"
     assert not {"run_dir", "epochs", "command", "host", "target"} & table.keys()
-
-
-def test_settings_that_only_one_run_knows_are_shown(folders, tmp_path):
-    values = json.loads((folders[0] / "run.json").read_text())
-    values["arguments"]["mixup"] = 0.2
-    (tmp_path / "run.json").write_text(json.dumps(values))
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert cells(compare.compare_runs([folders[0], tmp_path]))["mixup"] == ["-", "0.2"]
-    (tmp_path / "run.json").write_text("{")
-    with refused(r"run\.json cannot be read"):
-        compare.compare_runs([folders[0], tmp_path])
-
-
-def test_mcnemar_is_the_binomial_test():
-    assert compare.mcnemar(3, 3) == 1
-    # scipy.stats.binomtest(400, 860).pvalue
-    assert compare.mcnemar(400, 460) == pytest.approx(0.04416954819458914, rel=1e-9)
 
 
 def test_a_difference_of_accuracy_is_called_chance_or_not(folders, tmp_path):

@@ -3,9 +3,7 @@
 import importlib
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 from trainkit import Run
 
@@ -14,7 +12,7 @@ from conftest import ROOT, refused
 
 import train_mnist
 import train_regression
-from trainkit.config import UNSET, TrainingConfig, parse
+from trainkit.config import TrainingConfig, parse
 from trainkit.numbers.orders import Progress
 from trainkit.run.ending import update_best
 from trainkit.store import places as stores
@@ -146,17 +144,6 @@ def test_a_flag_that_does_nothing_beside_the_others_is_refused_before_the_data(t
     assert not any(words in UNREAD[typed] for words in config.find_problems(1))
 
 
-def test_a_script_that_reads_a_flag_always_declares_it_again():
-    @dataclass
-    class Config(TrainingConfig):
-        """A script with an optimizer of its own."""
-
-        momentum: float = 0.9
-
-    assert Config(momentum=0.5).find_unread() == []
-    assert len(TrainingConfig(momentum=0.5).find_unread()) == 1
-
-
 def late(words):
     """Start the linear script with flags whose files are not there, and data that must not load."""
     config = parse(train_regression.Config, words)
@@ -235,60 +222,7 @@ def test_a_target_is_a_metric_and_a_value_except_where_the_script_has_its_own():
     assert config.metric_target is None and "target" not in config.resume_may_change
 
 
-def test_a_value_is_chosen_for_a_flag_that_is_unset_and_for_no_other():
-    config = TrainingConfig(epochs=UNSET, drop_last=UNSET, momentum=UNSET, warmup=UNSET)
-    config.warmup = 0.0  # a value, though it is not true
-    values = {"epochs": 4, "batch_size": 7, "drop_last": False, "momentum": 2.0, "warmup": 0.1}
-    assert config.set_unset(values) == "--epochs 4 --no-drop-last --momentum 2"
-    assert config == TrainingConfig(epochs=4, momentum=2.0)
-    assert config.set_unset(values) == ""
-    config = train_mnist.Config()
-    config.validate(1)  # load_data chooses what is missing
-    with refused("--epochs has no value: .*; --batch-size has no value: .*; --drop-last has no"):
-        config.validate(1, is_loaded=True)
-
-
-def test_a_default_that_a_script_changes_keeps_its_rules_and_its_line_of_help(capsys, monkeypatch):
-    @dataclass
-    class Config(TrainingConfig):
-        warmup: float = 0.1
-        width: int = 3  # of the model
-
-    config = parse(Config, ["--warmup", "2", "--no-pictures"])
-    assert config == Config(warmup=2.0, pictures=False)
-    assert config.find_problems(1) == ["--warmup 2.0 must be at least 0 and below 1"]
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit, match="0"):
-        parse(Config, ["--help"])
-    said = capsys.readouterr().out
-    lines = ["Flags: read as", "passes over the training data (default: 10)", "of the model"]
-    lines += ["in which the learning rate rises", "steps between checkpoints (default: each epoch)"]
-    assert all(line in said for line in lines) and "None" not in said
-
-
-@pytest.mark.parametrize("script", ["train_mnist", "examples.pictures", "examples.text"])
-def test_help_names_the_default_that_depends_on_other_flags(script, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    kind = importlib.import_module(script).Config
-    with pytest.raises(SystemExit, match="0"):
-        parse(kind, ["--help"])
-    entries = re.split(r"\n\W* --", capsys.readouterr().out)
-    about = {entry.replace(",", " ").split()[0]: entry for entry in entries}
-    for name, hint in get_type_hints(kind).items():
-        is_given = name == "dataset"  # it has to be
-        if getattr(kind, name, 0) is None and type(None) not in get_args(hint) and not is_given:
-            assert "(default:" in about[name.replace("_", "-")], name
-
-
 @pytest.mark.parametrize("words", [["--mirror", ""], ["--mirror="], ["--run-dir", ""]])
 def test_an_empty_value_as_of_a_variable_that_is_not_set_is_refused(words):
     with refused(f"{words[0].rstrip('=')} is empty: give it a value, or leave it out"):
         parse(TrainingConfig, words)
-
-
-def test_a_url_where_a_path_is_needed_is_refused_without_its_passwords():
-    for words in ("--run-dir s3://bucket/run", "--start-from https://me:secret@host/a?key=1"):
-        with refused("is a URL, where a path is needed: copy it") as raised:
-            parse(TrainingConfig, words.split())
-        assert "secret" not in str(raised.value) and "key=" not in str(raised.value)
-    assert parse(TrainingConfig, ["--run-dir", "C:/runs/a"]).run_dir == Path("C:/runs/a")

@@ -2,7 +2,6 @@
 
 import json
 import re
-from datetime import date
 
 import pytest
 import torch
@@ -143,19 +142,6 @@ def test_a_row_is_learned_as_its_template_writes_it_and_each_word_once(make, row
     assert first.count("[[") == shown.count("[[") and "other" not in first
 
 
-def test_a_null_of_a_table_is_a_missing_key_and_one_that_is_written_is_meant(tmp_path):
-    given = [{"function": {"name": "run", "arguments": values}} for values in ({"a": 1}, {"b": 2})]
-    rows = [chat(user("say"), says("", tool_calls=[call, NO_PLACE])) for call in given]
-    written = [json.dumps(row["messages"]) for row in rows]
-    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    Dataset.from_dict({"messages": written}).to_parquet(tmp_path / "text.parquet")
-    for name, last in (("rows", {"cmd": "ls"}), ("text", {"cmd": "ls", "in": None})):
-        read, *_ = formats.read_chat_rows(str(tmp_path / f"{name}.parquet"), None)
-        calls = [formats.read_chat(row)[1].turns[1]["tool_calls"] for _, row in read]
-        found = [[call["function"]["arguments"] for call in both] for both in calls]
-        assert found == [[{"a": 1}, last], [{"b": 2}, last]]
-
-
 def refuse(row, said, template=AS_VALUES):
     return pytest.param(template, row, said, id=f"{row} {said}")
 
@@ -260,19 +246,6 @@ def test_a_part_of_the_samples_is_truncated_or_dropped_and_counted(make):
     assert plan["dropped"] == "6 of 12 samples, which do not have a learned token"
 
 
-@pytest.mark.parametrize(
-    "single, row, shown",
-    [
-        ("<assistant> $A", {"text": "<assistant>say"}, "<assistant>[[say<end>]]"),
-        ("<assistant> $A", {"text": "say"}, "<assistant>[[say<end>]]"),
-        ("$A <end>", {"prompt": "say", "answer": "ok"}, "say[[ok<end>]]"),
-        ("", {"prompt": "say", "answer": "ok<end>"}, "say[[ok<end>]]"),
-    ],
-)
-def test_tokens_that_begin_and_end_a_text_are_there_once(make, single, row, shown):
-    assert make(row, template=None, single=single).plan["first"] == shown
-
-
 def test_special_tokens_inside_of_texts_stay_text(make):
     forged = user("say<end><user>assistant\nno<end><user>user\nok")
     sets = make(chat(forged, says("no <end> ok")), PAIR)
@@ -287,58 +260,6 @@ def test_special_tokens_inside_of_texts_stay_text(make):
 def test_a_template_writes_the_day_of_the_first_start(make, template, shown):
     plan = make(PAIR, template=template, flags="--day 2020-02-03").plan
     assert shown in plan["first"] and plan["date"].startswith("2020-02-03")
-
-
-def test_the_day_of_a_run_is_kept_from_its_start_before_there_is_a_checkpoint(tmp_path):
-    def first_day(*more) -> date:
-        config = parse(finetune.Config, ["--run-dir", str(tmp_path), *more])
-        return conversations.first_day(config)
-
-    assert first_day("--resume", "auto") == date.today()
-    (tmp_path / "run.json").write_text(json.dumps({"arguments": {"day": "2020-02-03"}}))
-    for how in ("auto", "latest", f"{tmp_path}/checkpoints/step-0000000002"):
-        assert first_day("--resume", how) == date(2020, 2, 3)
-    assert first_day() == date.today()
-    assert first_day("--resume", "auto", "--day", "2021-01-31") == date(2021, 1, 31)
-    with refused(r"--day 31\.1\.2021 is not like 2026-01-31"):
-        first_day("--day", "31.1.2021")
-
-
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        ("{% for m in messages %}", "chat template of --base .* cannot write a text: TemplateSy"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "chat template leaves out .*'say'"),
-    ],
-)
-def test_a_template_that_does_not_write_texts_is_named(make, template, message):
-    with refused(message):
-        make(PAIR, template=template)
-
-
-def test_an_evaluated_sample_is_answered_or_the_prompts_that_are_given(make):
-    sets = make(PAIR)
-    assert [*sets.prompts] == ["answer to 'user sayassistant'"]
-    given = make(PAIR, prompts=["say", "no"], flags="--system be")
-    texts = [given.tokenizer.decode(tokens) for tokens in given.prompts.values()]
-    assert [*given.prompts] == ["say", "no"] and all(text.startswith("<user>sys") for text in texts)
-
-
-def test_a_token_without_a_row_in_the_embedding_is_named_and_rows_can_be_made(base, tmp_path, make):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    size = len(model.get_input_embeddings().weight)
-    tokenizer.add_tokens([f"<{n}>" for n in range(size + 1 - len(tokenizer))])
-    for each in (model, tokenizer):
-        each.save_pretrained(tmp_path)
-    last = torch.tensor([3, len(tokenizer) - 1])
-    sample = conversations.Sample(last, last > 3)
-    sets = make(PAIR)._replace(tokenizer=tokenizer, train_set=[sample])
-    with refused(rf"has {size} tokens and its tokenizer {size + 1}, .*--res"):
-        pretrained.fit_to_data(None, model, sets)
-    model = pretrained.load_base(parse(finetune.Config, ["--base", str(tmp_path)]), True)
-    pretrained.fit_to_data(None, model, sets)
-    assert len(model.get_input_embeddings().weight) == size + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
@@ -384,21 +305,31 @@ def test_rows_are_the_same_from_json_parquet_and_a_saved_set(make, tmp_path):
     assert shown[0] == shown[1] == shown[2]
 
 
-@pytest.mark.parametrize("indent, rows", [(None, [PAIR] * 2), (1, [PAIR] * 2), (1, PAIR)])
-def test_json_is_a_list_or_a_row_or_has_one_in_each_line(tmp_path, indent, rows):
-    path = tmp_path / "pairs.json"
-    path.write_text(json.dumps(rows, indent=1) if indent else "\n \n".join(map(json.dumps, rows)))
-    assert read(path) == (rows if isinstance(rows, list) else [rows])
+@pytest.mark.parametrize(
+    "single, row, shown",
+    [
+        ("<assistant> $A", {"text": "<assistant>say"}, "<assistant>[[say<end>]]"),
+        ("<assistant> $A", {"text": "say"}, "<assistant>[[say<end>]]"),
+        ("$A <end>", {"prompt": "say", "answer": "ok"}, "say[[ok<end>]]"),
+        ("", {"prompt": "say", "answer": "ok<end>"}, "say[[ok<end>]]"),
+    ],
+)
+def test_tokens_that_begin_and_end_a_text_are_there_once(make, single, row, shown):
+    assert make(row, template=None, single=single).plan["first"] == shown
 
 
-def test_json_is_read_as_it_is_and_what_is_none_is_named(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    row = {"prompt": "\u4e2d", "completion": "2026-01-31", "n": [1, 1.5]}
-    path.write_text(json.dumps(row, ensure_ascii=False), "utf-8-sig")
-    assert repr(read(path)) == repr([row])
-    path.write_text(f"{json.dumps(row)}\n{{\n")
-    with refused(f"^line 2 of {path} is not JSON"):
-        read(path)
-    path.write_text(json.dumps(row, ensure_ascii=False), "utf-16")
-    with refused(f"^{path} is not in UTF-8, as JSON must be"):
-        read(path)
+def test_a_token_without_a_row_in_the_embedding_is_named_and_rows_can_be_made(base, tmp_path, make):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    size = len(model.get_input_embeddings().weight)
+    tokenizer.add_tokens([f"<{n}>" for n in range(size + 1 - len(tokenizer))])
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path)
+    last = torch.tensor([3, len(tokenizer) - 1])
+    sample = conversations.Sample(last, last > 3)
+    sets = make(PAIR)._replace(tokenizer=tokenizer, train_set=[sample])
+    with refused(rf"has {size} tokens and its tokenizer {size + 1}, .*--res"):
+        pretrained.fit_to_data(None, model, sets)
+    model = pretrained.load_base(parse(finetune.Config, ["--base", str(tmp_path)]), True)
+    pretrained.fit_to_data(None, model, sets)
+    assert len(model.get_input_embeddings().weight) == size + 1

@@ -6,7 +6,6 @@ from unittest import mock
 
 from trainkit import predict
 
-import colours
 import pytest
 from conftest import ROOT, refused
 from huggingface_hub import HfApi
@@ -22,13 +21,6 @@ for name in ("onnx", "onnxscript", "onnxruntime"):
 def run_dir(mnist_run, tmp_path_factory):
     folder = shutil.copytree(mnist_run, tmp_path_factory.mktemp("runs") / "mnist")
     predict.main([str(folder), "--export"])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def photo_dir(tmp_path_factory):
-    folder = colours.make_run(tmp_path_factory.mktemp("runs") / "photos")
-    predict.main([str(folder), "--script", colours.__file__, "--export"])
     return folder
 
 
@@ -59,18 +51,6 @@ def test_the_program_answers_without_torch_and_this_repository(run_dir, in_fresh
     answer = predictor.metadata["classes"][predictor(inputs)[0].argmax()]
     folder = str(run_dir / "export")
     in_fresh_process(STRANGER, folder=folder, inputs=inputs.tolist(), answer=answer)
-
-
-def test_timm_gets_what_it_needs_of_a_photo_network(photo_dir):
-    for name in ("config.json", "model.safetensors"):
-        exported = (photo_dir / "export" / name).read_bytes()
-        assert exported == (photo_dir / "pretrained" / name).read_bytes()
-
-
-def test_a_table_is_exported_too(table_run, tmp_path):
-    folder = shutil.copytree(table_run, tmp_path / "houses")
-    predict.main([str(folder), "--export"])  # which compares the outputs
-    assert (folder / "export" / "model.onnx").exists()
 
 
 def test_a_push_uploads_the_folder_when_it_is_asked_for(run_dir, monkeypatch, capsys):

@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import assert_same_bytes, refused, rows
 from double import SAME
-from loops import changed
 from plain import logged_losses, quick
 from safetensors.torch import load_file
 from sharded import SHARDED
@@ -35,7 +34,6 @@ from examples import finetune
 from trainkit.checkpoints.sharded import hash_frozen
 from trainkit.config import parse
 from trainkit.language import answer, ask, pretrained
-from trainkit.texts.encoders import make_encoder
 
 transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
 
@@ -58,17 +56,6 @@ def make_model(flags, lora, *more):
     args = parse(finetune.Config, [*flags, *lora, *more])
     torch.manual_seed(0)
     return args, finetune.make_model(args)
-
-
-def test_batches_of_many_lengths_wait_for_no_plans_of_cudnn(flags, monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", calls.append)
-    make_model(flags, [])
-    encoder = transformers.BertConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9
-    )
-    make_encoder(encoder.to_dict())
-    assert calls == [False, False]
 
 
 def plain(args, model) -> list[float]:
@@ -96,9 +83,7 @@ def logits(model):
     return model.eval()(input_ids=torch.arange(3, 40)[None]).logits
 
 
-@pytest.mark.parametrize(
-    "lora, way, accumulate, packed", quick(WAYS, [([], SHARDED, 4, []), (LORA, 2, 4, PACKED)])
-)
+@pytest.mark.parametrize("lora, way, accumulate, packed", quick(WAYS, [([], SHARDED, 4, PACKED)]))
 def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     start, in_double, tmp_path, lora, way, accumulate, packed
 ):
@@ -127,8 +112,9 @@ def test_losses_are_those_of_transformers_and_from_pretrained_opens_the_end(
     quick([*itertools.product(([], LORA), (2, SHARDED)), (FOUR_BITS, 2)], [(LORA, SHARDED)]),
 )
 def test_a_kill_changes_no_byte_and_with_a_mirror_a_lost_folder_neither(start, tmp_path, lora, way):
-    kill, packed = {"signal": [13, signal.SIGKILL]}, [] if lora else PACKED
-    more = [*packed, "--save-every", 5, "--resume", "auto", "--mirror", tmp_path / "mirror"]
+    kill, packed = {"signal": [8, signal.SIGKILL]}, [] if lora else PACKED
+    packed = [*packed, "--stop-after-steps", 9]
+    more = [*packed, "--save-every", 3, "--resume", "auto", "--mirror", tmp_path / "mirror"]
     start(tmp_path / "killed", lora, way, *more, fault=kill, codes=[-signal.SIGKILL, 1])
     shutil.rmtree(tmp_path / "killed")
     assert "copied step-" in start(tmp_path / "killed", lora, way, *more).stdout
@@ -138,11 +124,10 @@ def test_a_kill_changes_no_byte_and_with_a_mirror_a_lost_folder_neither(start, t
 
 
 def test_numbers_of_4_bits_are_trained_beside_as_their_values_and_a_resume_is_exact(
-    start, flags, run_main, tmp_path
+    flags, run_main, tmp_path
 ):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     more = ["--batch-size", 90, "--stop-after-steps", 4, "--eval-every", 2, "--timeout", 60]
-    start(tmp_path / "2", FOUR_BITS, 2, *more)
     in_one = [*flags, *FOUR_BITS, *more, "--merge", "--resume", "auto", "--run-dir"]
     in_one = [str(part) for part in in_one]
     run_main("examples.finetune", *in_one, f"{tmp_path}/whole")
@@ -164,8 +149,7 @@ def test_numbers_of_4_bits_are_trained_beside_as_their_values_and_a_resume_is_ex
     torch.testing.assert_close(logits(model), logits(whole), atol=1e-5, rtol=0)
     expected = plain(args, whole.train())
     assert expected[-1] < expected[0] - 0.01
-    for name in ("2", "whole"):
-        assert logged_losses(tmp_path / name) == pytest.approx(expected, abs=1e-5)
+    assert logged_losses(tmp_path / "whole") == pytest.approx(expected, abs=1e-5)
     opened = open_end(tmp_path / "whole/pretrained", args.base)
     merged = open_model(tmp_path / "whole/merged")
     torch.testing.assert_close(logits(merged), logits(opened), atol=1e-5, rtol=0)
@@ -260,17 +244,6 @@ def test_an_answer_stops_where_those_that_were_learned_end(run_main, tokenizer, 
     assert tokenizer.decode(found[0]) == f"{ask}yes<|im_end|>"
 
 
-def test_a_sample_answer_ends_no_run(tokenizer):
-    tokenizer.chat_template = None
-    config = transformers.GPT2Config(n_positions=16, n_embd=32, n_layer=1, n_head=1)
-    config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), 0, 0
-    model = transformers.GPT2LMHeadModel(config)
-    model.generation_config.suppress_tokens = [0]  # so that it says as much as it may
-    assert not answer(model, tokenizer, [5] * 10).startswith("none")
-    model.generate = None
-    assert answer(model, tokenizer, [5]).startswith("none, because of TypeError") and model.training
-
-
 def test_a_base_or_a_package_that_is_not_there_is_one_sentence(flags, monkeypatch):
     args = parse(finetune.Config, [*flags, *LORA])
     for name, call in (("peft", finetune.make_model), ("transformers", finetune.load_data)):
@@ -282,10 +255,12 @@ def test_a_base_or_a_package_that_is_not_there_is_one_sentence(flags, monkeypatc
         finetune.load_data(args)
 
 
-def test_models_are_trained_that_are_in_evaluation_mode_as_from_pretrained_returns_them(tmp_path):
-    modes = []
-    changed((r"run\.begin\(", "one.eval(), two.eval(); run.begin("))(
-        *("--run-dir", tmp_path),
-        body=lambda run, _: modes.extend(model.training for model in run.models),
-    )
-    assert modes and all(modes)
+def test_a_sample_answer_ends_no_run(tokenizer):
+    tokenizer.chat_template = None
+    config = transformers.GPT2Config(n_positions=16, n_embd=32, n_layer=1, n_head=1)
+    config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), 0, 0
+    model = transformers.GPT2LMHeadModel(config)
+    model.generation_config.suppress_tokens = [0]  # so that it says as much as it may
+    assert not answer(model, tokenizer, [5] * 10).startswith("none")
+    model.generate = None
+    assert answer(model, tokenizer, [5]).startswith("none, because of TypeError") and model.training

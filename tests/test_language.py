@@ -1,8 +1,6 @@
 """Rows filled with samples, batches of similar lengths and losses in parts change no number."""
 
 import itertools
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -11,8 +9,8 @@ from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import finetune, preference
-from trainkit.language import PairBatch, losses, packing
+from examples import finetune
+from trainkit.language import losses
 from trainkit.language.packing import Packed, best_fit, check_packing
 from trainkit.numbers.orders import WINDOW, by_length
 
@@ -76,20 +74,6 @@ def test_packing_and_parts_change_no_loss_and_no_gradient(kind, float64_default,
                 torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_a_model_that_scales_its_logits_in_place_keeps_them_whole():
-    model = make("phi", **WIDTHS, intermediate_size=64)
-    forward = type(model).forward
-
-    def scaled(*args, **kwargs):
-        output = forward(model, *args, **kwargs)
-        output.logits.mul_(0.25)
-        return output
-
-    model.forward = scaled
-    losses.allow_parts(model)
-    assert not model.get_output_embeddings().may_have_parts
-
-
 # By the types of the weights: autocast in bfloat16, and none.
 TYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, None)]
 
@@ -125,29 +109,6 @@ def test_a_head_may_be_frozen_have_a_bias_and_be_rounded(weights, computed, monk
         assert torch.equal(finetune.compute_losses(model, batch)["loss"], found)
 
 
-@pytest.mark.parametrize("most", [2**24, 500])
-def test_a_step_asks_the_device_for_no_number_but_transformers_once(most, monkeypatch):
-    """Tensors of `meta` have none, so what waits for one on a GPU fails."""
-    monkeypatch.setattr(losses, "MAX_LOGITS", most)
-    # `meta` has no autocast either.
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
-    asked = []  # whether samples share rows, in a forward pass
-    masks = transformers.masking_utils
-    monkeypatch.setattr(masks, "find_packed_sequence_indices", lambda _: asked.append(1))
-    model, batch = make("llama", **LLAMA).to("meta"), finetune.collate(make_samples(4))
-    tokens, learned, places, positions = (x if x is None else x.to("meta") for x in batch)
-    batch = finetune.Batch(tokens, learned, places, positions)
-    found = finetune.compute_losses(model, batch)["loss"]
-    found.sum().backward()
-    assert len(found) == len(places) and model.get_output_embeddings().weight.grad.is_meta
-    pairs = PairBatch(tokens.view(2, 2, -1), learned.view(2, 2, -1), places, None)
-    preference.log_probabilities(model, pairs).sum().backward()
-    assert len(asked) == 2
-    with pytest.raises(NotImplementedError):
-        tokens[learned]
-
-
 CONVOLUTIONS = LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SHARE = {"qwen3_moe": LLAMA | EXPERTS | {"head_dim": 16}, **KINDS}
@@ -170,17 +131,6 @@ def test_a_model_in_which_samples_of_a_row_see_each_other_is_refused(kind, dtype
     assert model.training
 
 
-def test_a_sample_that_sees_only_the_one_before_the_last_is_a_leak():
-    model = make("llama", **LLAMA)
-
-    def leak(_, inputs, output):
-        if inputs[0].shape[1] == sum(packing.SIZES):  # from the first sample into the third
-            return output + torch.nn.functional.pad(output[:, :1], (0, 0, 30, 2)) / 50
-
-    model.model.layers[0].mlp.register_forward_hook(leak)
-    assert not packing.keeps_apart(model)
-
-
 @settings(derandomize=True, database=None, deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=300))
 def test_each_sample_is_in_one_row_and_no_row_is_too_long_or_could_have_been_spared(lengths):
@@ -189,20 +139,6 @@ def test_each_sample_is_in_one_row_and_no_row_is_too_long_or_could_have_been_spa
     sums = [sum(lengths[index] for index in row) for row in rows]
     assert max(sums) <= 50
     assert all(a + b > 50 for a, b in itertools.combinations(sums, 2))
-
-
-@settings(derandomize=True, database=None, deadline=None, max_examples=30)
-@given(st.integers(1, 700), st.integers(1, 8), st.integers(0, 3))
-def test_each_sample_comes_once_and_in_the_same_place_whatever_is_asked_for(num, batch_size, epoch):
-    make_order = partial(by_length, torch.arange(num) % 37, batch_size)
-    order, other = make_order(0), make_order(0)
-    whole = order(epoch, 0, num)
-    assert torch.equal(whole.sort().values, torch.arange(num))
-    other(epoch + 1, 0, num)
-    assert torch.equal(torch.cat([other(epoch, 0, num // 3), other(epoch, num // 3, num)]), whole)
-    if num > 20:
-        assert not torch.equal(order(epoch + 1, 0, num), whole)
-        assert not torch.equal(make_order(1)(epoch, 0, num), whole)
 
 
 def test_a_batch_has_similar_lengths_and_neither_batches_nor_the_short_one_are_sorted():

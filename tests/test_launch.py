@@ -16,31 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import notebook_launcher
-from conftest import CONFIGS, ROOT, refused, run
+from conftest import CONFIGS, refused, run
 from torch.distributed.launcher.api import ChildFailedError
 
 from trainkit.errors import EXIT_STOPPED, is_main_rank
 from trainkit.launch import environment as launch
 from trainkit.tools import launch as launcher
-
-# A script whose main process, which says what is wrong, starts last.
-LATE = """
-import os, runpy, sys, time
-time.sleep(3 if os.environ.get("RANK") == "0" else 0)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there the YAML trains: pytest -m gpu")
-def test_a_yaml_of_cards_says_what_is_missing_once_though_the_main_process_comes_last(tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
-    words = ROOT / "train_regression.py", "--run-dir", tmp_path / "run"
-    two = {"config": "4gpu_by_id_fp16", "launcher_flags": ["--num_processes", "2"], "code": None}
-    result = run(tmp_path / "late.py", *words, **two)
-    assert_trains_or_refuses(result, "GPU", tmp_path / "run")
 
 
 def test_every_yaml_explains_each_key():
@@ -115,32 +96,12 @@ def test_a_launch_trains_what_its_variables_ask_for(variables, num_gpus, precisi
         assert launch.check_launch() == precision
 
 
-@pytest.mark.parametrize(
-    "replicate, shard, copies", [(2, 2, 2), (2, 1, 2), (1, 2, 2), (1, 4, 1), (1, 1, 1)]
-)
-def test_a_size_of_one_is_inferred_from_the_number_of_processes(replicate, shard, copies):
-    sizes = f"{MESH}_REPLICATE_SIZE={replicate} {MESH}_SHARD_SIZE={shard}"
-    with environment(f"{FOUR} {FSDP} {sizes}"):
-        assert launch.check_launch() == "no" and launch.num_copies(4) == copies
-        assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ  # Accelerate makes no mesh
-
-
 @pytest.mark.parametrize("variables, num_gpus, words", REFUSED)
 def test_a_launch_that_cannot_be_is_refused_in_one_sentence(variables, num_gpus, words):
     with environment(variables, num_gpus):
         with refused(words):
             launch.check_launch()
         assert is_main_rank()  # whose sentence is printed
-
-
-def test_one_process_of_a_notebook_trains_in_the_precision_that_it_asked_for():
-    asked = []
-    with environment(""):
-        for precision in ("bf16", "fp16", "no"):
-            notebook_launcher(
-                lambda: asked.append(launch.check_launch()), (), 1, mixed_precision=precision
-            )
-    assert asked == ["bf16", "fp16", "no"]
 
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node"

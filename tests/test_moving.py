@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from trainkit.checkpoints.contents import Marks
 from trainkit.checkpoints.parts import check_loadable, load_tree
 from trainkit.config import TrainingConfig
 from trainkit.errors import RunFailure
@@ -211,31 +210,6 @@ def test_an_error_in_an_evaluation_loses_no_step_and_a_resume_evaluates_first(tm
     assert_same_bytes(
         tmp_path / "failed", tmp_path / "whole", "model_1.safetensors", "best.safetensors"
     )
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(1000, 1000),
-        torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last),
-        torch.zeros(3000, dtype=torch.bfloat16),
-        torch.zeros(0),
-    ],
-)
-def test_marks_see_that_a_tensor_has_changed(tensor):
-    with torch.inference_mode():
-        constant = torch.zeros(3)
-    marks = Marks({"before": torch.ones(3), "tensor": tensor, "constant": constant})
-    assert marks.changed() == set()
-    tensor.data.add_(0.7 if tensor.is_floating_point() else 3)  # all of it, not counted
-    assert marks.changed() == ({"tensor"} if tensor.numel() else set())
-    marks = Marks({"tensor": tensor})
-    tensor[(0,) * tensor.dim() if tensor.numel() else ...] += 1  # one of its numbers, counted
-    assert marks.changed() == {"tensor"}
-    tensor = nn.Parameter(torch.zeros(50))
-    marks = Marks({"tensor": tensor})
-    tensor.data = torch.ones(50)  # other memory
-    assert marks.changed() == {"tensor"}
 
 
 class Epochal(Dataset):

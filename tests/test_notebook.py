@@ -21,6 +21,7 @@ notebook_launcher(train_regression.main, (argv,), num_processes=2, mixed_precisi
 """
 
 
+@pytest.mark.slow
 @linux_only  # elsewhere a fork after torch was imported is not safe, and a Mac trains on its GPU
 def test_notebook_launcher_runs_main_on_two_processes(tmp_path):
     argv = f"--num-samples 100 --epochs 2 --no-pictures --run-dir {tmp_path / 'run'}".split()

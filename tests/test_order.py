@@ -1,22 +1,19 @@
 """Order, augmentation and dropout are functions of (seed, epoch, sample, step) and nothing else."""
 
-import random
 from types import SimpleNamespace
 
-from trainkit import Dropout, key
+from trainkit import Dropout
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from made_tables import add_noise
 from torch.utils.data import Dataset, StackDataset, Subset
 
-from examples.mixture import mixture
 from trainkit.numbers import loaders
-from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches, make_loaders
+from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches
 from trainkit.numbers.orders import weighted
-from trainkit.numbers.randoms import release_dropout, seed_dropout, seed_generators
+from trainkit.numbers.randoms import release_dropout, seed_dropout
 
 
 def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
@@ -40,16 +37,6 @@ def test_orders_of_epochs_and_seeds_are_as_random_as_all_permutations():
         assert abs(values.mean() - mean) < 4.5 * (variance / num) ** 0.5
 
 
-def test_a_mixture_has_nine_of_ten_and_each_sample_in_its_turn():
-    order = mixture((90, 20), 3)
-    whole = torch.cat([order(epoch, 0, 110) for epoch in range(4)])
-    assert torch.equal(torch.cat([order(1, 0, 37), order(1, 37, 110)]), whole[110:220])
-    assert ((whole >= 90).view(-1, 10).sum(1) == 1).all()
-    turns = [*whole[whole < 90].split(90)[:4], *(whole[whole >= 90] - 90).split(20)[:2]]
-    assert all(torch.equal(turn.sort().values, torch.arange(len(turn))) for turn in turns)
-    assert not torch.equal(turns[0], turns[1]) and not torch.equal(turns[4], turns[5])
-
-
 @pytest.mark.parametrize("num", [99, 119, 120])
 def test_an_order_is_computed_for_many_batches_at_once(num, monkeypatch):
     monkeypatch.setattr(loaders, "NUM_COMPUTED", 36)
@@ -63,18 +50,6 @@ def test_an_order_is_computed_for_many_batches_at_once(num, monkeypatch):
 
 
 CPU = torch.device("cpu")
-
-
-def test_all_generators_are_seeded_by_use_and_position():
-    def numbers(*parts):
-        seed_generators(CPU, key(*parts))
-        return torch.rand(1).item(), np.random.rand(), random.random()
-
-    places = [["order", 0, 0, 0], ["batch", 0, 0, 0], ["order", 1, 0, 0], ["order", 0, 1, 0]]
-    drawn = [numbers(*place) for place in places]
-    assert all(len({*of_one}) == len(places) for of_one in zip(*drawn, strict=True))
-    assert numbers("order", 0, 1, 0) == drawn[3]
-    assert key("1") != key(1)
 
 
 def test_dropout_draws_the_same_masks_however_a_step_is_split_and_others_for_each_view():
@@ -130,14 +105,6 @@ class Noisy(Dataset):
         return torch.rand(()).item(), index
 
 
-class Quick(Noisy):
-    make_batch = __getitems__ = None
-
-
-class Changed(Quick):
-    __getitem__ = Noisy.__getitem__
-
-
 class Augmented(InMemory):
     __getitem__ = Noisy.__getitem__
 
@@ -145,59 +112,6 @@ class Augmented(InMemory):
 ARGS = SimpleNamespace(
     batch_size=4, eval_batch_size=4, accumulate=1, num_workers=1, seed=0, drop_last=False, timeout=9
 )
-
-
-def test_a_batch_that_never_comes_ends_the_run(accelerator):
-    """A worker that cannot send one, because /dev/shm is full, tells nobody."""
-    for data, how, workers in ((Changed(), None, 1), (Quick(), list, 1), (Quick(), None, 0)):
-        for loader in make_loaders(accelerator, data, data, ARGS, how):
-            assert loader.num_workers == workers
-            assert loader.timeout == accelerator.prepare(loader).timeout == 9 * workers
-
-
-class Moved(Quick):
-    """A set that makes whole batches and can be on a GPU."""
-
-    nbytes = loaders.MAX_DEVICE_BYTES
-
-    def to(self, device):
-        return f"moved to {device}"
-
-
-class Inverted(Moved):
-    """A subclass, whose batches `to` would lose."""
-
-    def make_batch(self, indices):
-        return -super().make_batch(indices)
-
-
-# A set | loader workers, and a collate_fn | is it moved to a GPU?
-PLACES = [
-    (Moved(), 1, None, True),
-    (Inverted(), 0, None, False),
-    (Quick(), 0, None, False),
-    (Moved(), 0, list, False),
-    (InMemory(torch.arange(6)), 0, None, True),
-    (InMemory(torch.arange(6)), 1, None, False),
-    (Augmented(torch.arange(6)), 0, None, False),
-]
-
-
-@pytest.mark.parametrize(("dataset", "num_workers", "collate_fn", "is_moved"), PLACES)
-def test_a_set_that_makes_whole_batches_is_moved_to_a_gpu_if_it_fits(
-    monkeypatch, dataset, num_workers, collate_fn, is_moved
-):
-    monkeypatch.setattr(InMemory, "to", Moved.to)
-    config = SimpleNamespace(num_workers=num_workers, seed=0, timeout=9)
-    for device in (torch.device("cuda", 1), torch.device("cpu")):
-        batches = EpochBatches(6, 4)
-        accelerator = SimpleNamespace(device=device)
-        made = loaders.make_loader(accelerator, dataset, batches, config, collate_fn)
-        there = made.dataset.dataset
-        if is_moved and device.type == "cuda":
-            assert (there, batches.device) == ("moved to cuda:1", device)
-        else:
-            assert there is dataset and batches.device.type == "cpu"
 
 
 ROWS = datasets.Dataset.from_dict({"a": [*range(6)]}).with_transform(add_noise)

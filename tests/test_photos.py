@@ -77,16 +77,6 @@ def test_of_84_photographs_76_are_read_and_the_others_are_unsure(tmp_path, run_m
     assert sum(text.startswith("unsure") for text in said) < 42  # a model that is never sure
 
 
-def test_two_digits_are_called_unsure(mnist_run, tmp_path):
-    predictor, path = predict.load_run(mnist_run), tmp_path / "page.png"
-    digit = Image.fromarray(predictor.evaluated["image"][0, 0].numpy()).resize((145, 145))
-    two = Image.new("RGB", (320, 320), (235, 235, 230))
-    for left in (10, 165):
-        two.paste((30, 30, 40), (left, 80), digit)
-    in_light(np.asarray(two, dtype=float), 60, np.random.default_rng(0)).save(path)
-    assert predictor.predict_file(path).startswith(f"{path}: unsure (2 separate groups of ink)")
-
-
 def test_digits_of_any_size_and_ink_are_framed_as_mnists_are(mnist_run):
     images = predict.load_run(mnist_run).evaluated["image"]
     assert framing.learn_framing(images) == {"border": [0, 0], "framed": True}
@@ -117,15 +107,3 @@ def test_calibration_finds_the_temperature_of_exact_probabilities():
         right = (answer == targets).float().mean().item()
         assert sure.mean().item() == pytest.approx(right, abs=0.02)
         assert (sure < found["threshold"]).float().mean().item() == pytest.approx(0.05, abs=0.001)
-
-
-def test_a_bad_file_does_not_end_a_batch(mnist_run, tmp_path, capsys):
-    Image.effect_noise((28, 28), 100).save(tmp_path / "a.png")
-    (tmp_path / "b.png").write_text("not a picture")
-    files = [str(tmp_path / name) for name in ("a.png", "b.png", "none.png", "a.png")]
-    capsys.readouterr()
-    with pytest.raises(predict.UsageError, match="2 of 4 files cannot be used"):
-        predict.main([str(mnist_run), *files])
-    first, second, third, last = capsys.readouterr().out.splitlines()
-    assert first == last and first.startswith(f"{files[0]}: ")
-    assert second.startswith(f"error: {files[1]}") and third.startswith(f"error: {files[2]}")

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -277,63 +276,6 @@ def test_deep_greys_have_one_range_in_the_whole_set_which_is_said(factor, kind, 
         assert (colours - images.tensors[0]).count_nonzero() == 0
 
 
-@pytest.mark.parametrize(
-    "factor, kind, said",
-    [
-        (16, np.uint16, "nearly black if 65535"),  # 12 bits in 16
-        (-1, np.int32, r"mode I\) are -255 to 0, not 0 to 65535: .* --grey-range"),
-        (1, np.float32, r"mode F\) are 0 to 255, not 0 to 1: .* --grey-range"),
-    ],
-)
-def test_deep_greys_that_do_not_fit_the_range_are_a_question(factor, kind, said, tmp_path):
-    to_depth = lambda p: Image.fromarray((np.asarray(p, float) * factor).astype(kind))  # noqa: E731
-    parquet(tmp_path / "data", dataset(change=to_depth))
-    with pytest.raises(UsageError, match=said):
-        load(tmp_path / "data")
-    low, high = sorted((0, 255 * factor))
-    train_set, _, metadata, _ = load(tmp_path / "data", "--grey-range", low, high)
-    expected = np.asarray(digits(1)[0], int)
-    expected = 255 - expected if factor < 0 else expected
-    assert np.abs(train_set.tensors[0][0, 0].numpy() - expected).max() <= 1
-    assert metadata["reading"]["greys"] == {"any": [low, high]}
-
-
-def test_small_pictures_are_fitted_as_the_run_says_by_predict_too(tmp_path):
-    """A page of 90 x 30 with a mark at its left end, on white."""
-    page = Image.new("L", (90, 30), 255)
-    page.paste(0, (4, 4, 14, 26))
-    page.paste(200, (40, 10, 50, 20))
-    for n in range(10):
-        page.putpixel((45 + n, 25), 250)
-        for name in ("a", "b"):
-            page.putpixel((85, 5), 10 * (name == "a"))
-            (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
-            page.save(tmp_path / "data" / name / f"{n}.png")
-    for fit in ("crop", "pad", "squash"):
-        train_set, eval_set, metadata, _ = load(tmp_path / "data", "--fit", fit)
-        framed = {"border": [0.0, 1.0], "framed": False} | metadata["pictures"]
-        read, _ = framing.read_photo(
-            tmp_path / "data" / "a" / "0.png", 28, framed, **metadata["reading"]
-        )
-        assert (
-            (read[0] == torch.cat((train_set.tensors[0], eval_set.tensors[0]))).all((1, 2, 3)).any()
-        )
-        dark = (read[0, 0] < 128).any(1).sum().item()
-        assert dark == {"crop": 0, "pad": 7, "squash": 20}[fit], (fit, dark)
-        assert read[0, 0, 0, 14] == 255
-    assert load(tmp_path / "data")[2]["reading"]["fit"] == "squash"
-
-
-def test_of_several_pictures_in_a_file_the_first_is_read_in_grey_and_in_colour(tmp_path):
-    ending(".png")(tmp_path / "data")
-    first, second = Image.new("L", (28, 28), 10), Image.new("L", (28, 28), 200)
-    for name in ("a.gif", "b.webp", "c.png", "d.tiff", "e.avif"):
-        path = tmp_path / "data" / "train" / "one" / name
-        first.save(path, save_all=True, append_images=[second])
-        for read in (picture_files.read_square, picture_files.read_centre):
-            assert np.abs(read(path, 28)[0].astype(int) - 10).max() <= 3, name
-
-
 def test_one_file_on_transparent_ground_is_seen_alike_in_grey_and_in_colour(tmp_path):
     """On white, as on a page, or on black where it could not be seen on white."""
     for shade, ground in ((255, 0), (230, 0), (150, 255), (0, 255)):
@@ -345,29 +287,6 @@ def test_one_file_on_transparent_ground_is_seen_alike_in_grey_and_in_colour(tmp_
         centre, _ = picture_files.read_centre(tmp_path / "icon.png", 28)
         assert (centre == square[0][..., None]).all() and square[0, 0, 0] == ground
         assert square[0, 14, 14] == shade
-
-
-def test_the_column_of_the_classes_can_be_named(tmp_path):
-    two_columns(tmp_path / "data")
-    assert load(tmp_path / "data", "--label", "kind")[2]["classes"] == ["5", "6", "7"]
-    assert load(tmp_path / "data", "--label", "id")[1].tensors[1].tolist() == [*range(17)]
-
-
-def test_what_is_learned_of_pictures_is_theirs_alone():
-    pixels = torch.zeros(3, 28, 28, dtype=torch.uint8)
-    pixels[0, 4:24, 10:18] = 200
-    pixels[1] = 255
-    pixels[1, 4:24, 10:18] = 5  # the third has nothing in it
-    seen = framing.learn_framing(pixels[:, None])
-    assert seen == {"border": [0, 1], "framed": True}
-    pixels[0, 1:24, 10:18] = 200
-    assert not framing.learn_framing(pixels[:, None])["framed"]
-    kinds = Counter(["28 x 28 L"] * 3)
-    described = grey.describe_pictures(28, kinds)
-    assert described == {"read_as": "28 x 28 grey", "shape": [28, 28]}
-    described = grey.describe_pictures(28, kinds + Counter(["2 x 2 L", "3 x 3 L", "2 x 2 L"]))
-    assert described["shape"] is None
-    assert described["read_as"] == "28 x 28 L and 2 other kinds read as 28 x 28 grey"
 
 
 def test_a_folder_of_colour_pictures_without_a_test_split_works_at_the_first_try(
@@ -417,15 +336,21 @@ def test_equal_pictures_are_on_one_side_and_what_an_evaluation_cannot_tell_is_in
 
 
 @pytest.mark.parametrize(
-    "num, typed, sizes",
+    "factor, kind, said",
     [
-        (100, "--epochs 5 --max-turn 90", (5, 32, False, 3, 90)),  # no batch of 128 could be filled
-        (100, "--batch-size 128", (3, 128, True, 1, 5)),
-        (60_000, "--max-shift 0", (3, 128, True, 0, 5)),
+        (16, np.uint16, "nearly black if 65535"),  # 12 bits in 16
+        (-1, np.int32, r"mode I\) are -255 to 0, not 0 to 65535: .* --grey-range"),
+        (1, np.float32, r"mode F\) are 0 to 255, not 0 to 1: .* --grey-range"),
     ],
 )
-def test_sizes_that_are_given_are_kept(num, typed, sizes):
-    config = parse(train_mnist.Config, typed.split())
-    plan = grey.set_by_number(config, num, *train_mnist.AUGMENTED)
-    chosen = config.epochs, config.batch_size, config.drop_last, config.max_shift, config.max_turn
-    assert chosen == sizes and bool(plan) == (sizes[1] == 32)
+def test_deep_greys_that_do_not_fit_the_range_are_a_question(factor, kind, said, tmp_path):
+    to_depth = lambda p: Image.fromarray((np.asarray(p, float) * factor).astype(kind))  # noqa: E731
+    parquet(tmp_path / "data", dataset(change=to_depth))
+    with pytest.raises(UsageError, match=said):
+        load(tmp_path / "data")
+    low, high = sorted((0, 255 * factor))
+    train_set, _, metadata, _ = load(tmp_path / "data", "--grey-range", low, high)
+    expected = np.asarray(digits(1)[0], int)
+    expected = 255 - expected if factor < 0 else expected
+    assert np.abs(train_set.tensors[0][0, 0].numpy() - expected).max() <= 1
+    assert metadata["reading"]["greys"] == {"any": [low, high]}

@@ -85,21 +85,6 @@ def test_a_script_elsewhere_is_not_run(name, mnist_run, tmp_path, monkeypatch):
         predict.load_run(forge(mnist_run, tmp_path / "forged", script=name))
 
 
-def test_a_script_that_predict_cannot_use_gets_one_sentence(mnist_run, tmp_path):
-    script, forged = tmp_path / "train_mine.py", forge(mnist_run, tmp_path / "forged")
-    for source, message in (
-        ("MODELS = {}", r"needs two things from it: make_model\(metadata\), and answer"),
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-    ):
-        script.write_text(source)
-        with refused(message):
-            predict.load_run(forged, script)
-    with refused(r"--script .* is not a Python file"):
-        predict.load_run(forged, tmp_path / "absent.py")
-    with refused("one of picture, photo, table"):
-        predict.load_run(forge(mnist_run, tmp_path / "sound", input="sound"))
-
-
 def test_a_script_of_ones_own_says_what_is_printed_for_a_file(mnist_run, tmp_path, capsys):
     script, path = tmp_path / "train_mine.py", tmp_path / "wave.txt"
     script.write_text(

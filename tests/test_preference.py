@@ -31,7 +31,7 @@ from trainkit.language.conversations import ChatSets
 transformers = pytest.importorskip("transformers")
 
 # 45 pairs: 5 steps of 8 and one of 5, which leaves a process with fewer pairs.
-FLAGS = "--batch-size 8 --eval-batch-size 8 --epochs 2 --log-every 1 --learning-rate 3e-3"
+FLAGS = "--batch-size 8 --eval-batch-size 8 --epochs 1 --log-every 1 --learning-rate 3e-3"
 FLAGS += " --schedule constant --warmup 0 --clip-norm inf --eval-every 6 --no-pictures"
 # LoRA, a number of processes without sharding or two that shard in this way, --accumulate.
 WAYS = itertools.product(([], LORA), (1, 2, SHARDED), (1, 2))
@@ -85,12 +85,12 @@ def test_losses_are_those_by_hand_and_from_pretrained_opens_the_end(
 ):
     more = ["--accumulate", accumulate]
     output = start(tmp_path, lora, way, *in_double[-2:], *more, double=True).output
-    assert len(re.findall("^answer to .*: .", output, re.M)) == 4  # two at each evaluation
+    assert len(re.findall("^answer to .*: .", output, re.M)) == 2
     losses = logged_losses(tmp_path)
     expected, margins = plain(in_double, lora)
     assert losses == pytest.approx(expected, abs=SAME)
-    assert losses[0] == pytest.approx(math.log(2), abs=SAME) and len(losses) == 12
-    last, margins = rows(tmp_path, "epochs")[-1], margins[len(margins) // 2 :]
+    assert losses[0] == pytest.approx(math.log(2), abs=SAME) and len(losses) == 6
+    last = rows(tmp_path, "epochs")[-1]
     assert last["train_margin"] == pytest.approx(sum(margins) / len(margins), abs=SAME)
     assert last["train_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
     gap = last["eval_chosen_reward"] - last["eval_rejected_reward"]
@@ -129,19 +129,6 @@ def test_pairs_are_compared_to_the_base_as_its_numbers_of_4_bits(run_main, flags
     more = ["--stop-after-steps", 1, "--run-dir", tmp_path]
     run_main("examples.preference", *flags, *FOUR_BITS, *more)
     assert logged_losses(tmp_path) == pytest.approx([math.log(2)], abs=1e-6)
-
-
-def test_dropout_of_the_base_is_off_and_written_as_it_was(flags, tmp_path):
-    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, vocab_size=1024)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    model = preference.make_model(parse(preference.Config, [*flags, "--base", str(tmp_path)]))
-    tokens = torch.arange(20).view(1, 2, 10)
-    places = (tokens > 3)[..., 1:].flatten().nonzero()[:, 0]
-    batch = preference.PairBatch(tokens, tokens > 3, places, None)
-    twice = [preference.log_probabilities(model.train(), batch) for _ in range(2)]
-    assert torch.equal(*twice)
-    model.save_pretrained(tmp_path / "end")
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "end").attn_pdrop == 0.1
 
 
 def test_a_reference_without_weights_and_labels_that_are_wrong_by_half_are_refused():
@@ -225,34 +212,6 @@ def test_what_is_cut_or_dropped_is_counted(make):
 def test_what_cannot_be_learned_is_refused(make, row, said):
     with refused(said):
         make(row, row, row)
-
-
-def warned(chosen, rejected, base_chosen, base_rejected, num_tokens):
-    now, base = (chosen, rejected), (base_chosen, base_rejected)
-    metrics = {}
-    for side, after, before in zip(("chosen", "rejected"), now, base, strict=True):
-        metrics |= {f"eval_{side}_logp": after, f"eval_{side}_reward": 0.1 * (after - before)}
-    sample = preferences.Sample(torch.arange(num_tokens), torch.ones(num_tokens).bool())
-    return preferences.warn_of_unlikely(metrics, 0.1, [preferences.Pair(sample, sample)])
-
-
-@pytest.mark.parametrize(
-    "logps, num_tokens, said",
-    [
-        ((-12, -9, -7, -7), 22, "^chosen answers .* -12 .* -9, by the base -7 .* -7: try --sft"),
-        # Measured: right answers 40 of 40 by the base, 15 without a weight, 38 with 0.2, 40 with 1.
-        (
-            (-19.1, -10.2, -78.2, -0.43),
-            22,
-            "^neither .* is -19.1 and of rejected -10.2, by the base -78.2 .* -0.43: try",
-        ),
-        ((-32, -0.88, -78.2, -0.43), 22, ""),  # it still gives rejected, as before
-        ((-300, -320, -305, -290), 250, ""),  # of long answers the base gave neither
-    ],
-)
-def test_answers_that_became_unlikely_are_said_and_a_small_change_is_none(logps, num_tokens, said):
-    warning = warned(*map(float, logps), num_tokens)
-    assert re.search(said, warning) and bool(said) == bool(warning)
 
 
 def test_a_weight_of_chosen_answers_adds_their_loss_per_token(flags):

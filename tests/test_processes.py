@@ -14,8 +14,6 @@ from trainkit.errors import LoneFailure, LostProcess
 from trainkit.launch import contact, processes
 from trainkit.launch.processes import failing_together
 
-SINGLE = SimpleNamespace(num_processes=1, is_main_process=True, is_local_main_process=True)
-
 
 def process(rank: int) -> SimpleNamespace:
     return SimpleNamespace(num_processes=2, process_index=rank)

@@ -4,8 +4,6 @@ import math
 import shutil
 from functools import partial, reduce
 
-from trainkit import keyed_uniform
-
 import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -85,18 +83,6 @@ def splitmix64(state):
 def test_a_key_is_splitmix64_of_its_numbers_one_after_another(numbers):
     assert splitmix64(1234567) == 6457827717110365317  # as published
     assert key(*numbers) == reduce(lambda z, n: splitmix64((z + n) % 2**64), numbers, 0) >> 1
-
-
-@FIXED
-@given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**48), min_size=1, max_size=20))
-def test_keyed_uniform_is_splitmix64_of_sample_and_column_in_whatever_batch(seed, indices):
-    first, num = key("uniform 3 None", seed, 3), 3
-    given_ = keyed_uniform(seed, 3, torch.tensor(indices), num)
-    assert given_.dtype == torch.float32
-    assert given_.tolist() == [
-        [(finalize((index * num + n + first) % 2**64) >> 40) / 2**24 for n in range(num)]
-        for index in indices
-    ]
 
 
 def rates(schedule, epochs, steps_per_epoch, **flags) -> np.ndarray:

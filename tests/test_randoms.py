@@ -19,7 +19,7 @@ from trainkit.checkpoints.hashing import hash_fixed, held_in_memory
 from trainkit.config import TrainingConfig
 from trainkit.launch.nodes import hash_sources
 from trainkit.numbers import randoms
-from trainkit.numbers.loaders import EpochBatches, InMemory, WholeBatches
+from trainkit.numbers.loaders import EpochBatches
 from trainkit.run.data import check_data
 
 
@@ -76,32 +76,6 @@ def test_numbers_drawn_for_many_batches_at_once_are_those_of_each_batch(
     assert len(of_batches) == 100  # of the copies
 
 
-def test_an_order_that_returns_pieces_of_one_tensor_has_the_numbers_of_each_sample():
-    """Whichever part of it was computed, by a resume, after an evaluation or with many samples."""
-    whole = torch.randperm(1000)
-    batches = EpochBatches(1000, 40, seed=3, order=lambda epoch, start, stop: whole[start:stop])
-    for epoch, start, num in ((0, 600, 99), (1, 0, 3), (1, 120, 3), (1, 240, 99), (2, 0, 99)):
-        batches.set_position(epoch, start)
-        for batch in itertools.islice(batches, num):
-            drawn = keyed_uniform(0, epoch, batch.values, 3)
-            assert torch.equal(drawn, keyed_uniform(0, epoch, batch.values.clone(), 3))
-
-
-def test_indices_that_a_script_changes_or_reads_backwards_have_their_own_numbers():
-    for indices in batches_of_epoch():
-        halves = indices[20:], indices[:20], indices[20:]
-        rows = [keyed_uniform(0, 0, half, 2) for half in halves]
-        assert all(
-            torch.equal(given, keyed_uniform(0, 0, half.clone(), 2))
-            for given, half in zip(rows, halves, strict=True)
-        )
-        every_second = keyed_uniform(0, 0, indices[::2], 2)
-        assert torch.equal(every_second, keyed_uniform(0, 0, indices[::2].clone(), 2))
-        indices += 1000  # such as the key of a second view
-        moved = keyed_uniform(0, 0, indices, 2)
-        assert torch.equal(moved, keyed_uniform(0, 0, indices.clone(), 2))
-
-
 class Pairs(Dataset):
     """A number with noise from `draw`, and a label."""
 
@@ -142,28 +116,6 @@ def test_what_a_generator_of_its_own_draws_is_left_out_of_the_fingerprint(check)
     assert check(Subset(Pairs(lambda: torch.tensor(own())), range(50)))
 
 
-def test_few_samples_are_made_before_the_first_step(check):
-    made = []
-    check(Pairs(lambda: made.append(1) or 0.0), Pairs(lambda: made.append(1) or 0.0))
-    assert len(made) == 32  # of two sets
-
-
-class NoisyRows(InMemory):
-    """Its batches have no collate_fn and are made in one piece, with a number for each row."""
-
-    def __getitems__(self, indices):
-        return super().__getitems__(indices)[0] + seeded() + torch.rand(len(indices)), indices
-
-
-def test_batches_of_a_subclass_of_rows_in_memory_are_seeded():
-    rows = NoisyRows(torch.arange(20.0))
-    epochs = torch.tensor(1), torch.tensor(1), torch.tensor(2)
-    one, same, other = (
-        WholeBatches(rows, None, 3, epoch).make(torch.tensor([4, 2]))[0] for epoch in epochs
-    )
-    assert torch.equal(one, same) and not torch.equal(one, other)
-
-
 ROWS = [{"ids": list(range(n % 5)), "text": f"{n}" if n % 3 else None} for n in range(4000)]
 
 
@@ -185,12 +137,6 @@ def test_a_set_in_memory_is_compared_whole():
         *(Subset(tensors, order), ConcatDataset([tensors, changed])),
     ]
     assert len({*map(fingerprint, sets)}) == len(sets)
-
-
-def test_what_lies_in_files_is_not_read_whole(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(9))
-    assert held_in_memory(np.load(tmp_path / "a.npy", mmap_mode="r")) is None
-    assert held_in_memory(Pairs(seeded)) is held_in_memory(Subset(Pairs(seeded), [0])) is None
 
 
 def test_modules_and_files_are_known_by_their_content(tmp_path):

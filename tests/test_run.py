@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,21 +22,16 @@ from conftest import (
     refused,
     rows,
 )
-from faults import digests
 from loops import changed, make_config, train
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import train_regression
 from trainkit.launch.processes import agree
-from trainkit.numbers.loaders import InMemory
 from trainkit.numbers.means import RunningMeans, sum_and_count
-from trainkit.repairs.private_names import named_weights
-from trainkit.repairs.replaced import name_without_compiler
 from trainkit.run.plan import SHIPPED, describe_rehearsal
 from trainkit.run.run import Run
 from trainkit.store.rehearsals import mark_of_rehearsal
-from trainkit.store.weights import read_weights
 
 
 def test_a_killed_run_goes_on_with_what_the_loop_draws_to_the_same_bytes(tmp_path):
@@ -66,59 +60,6 @@ def test_a_killed_run_goes_on_with_what_the_loop_draws_to_the_same_bytes(tmp_pat
     assert drawn == whole
     names = ["model_1.safetensors", "predictions.safetensors"]
     assert_same_bytes(tmp_path / "killed", tmp_path / "whole", *names)
-
-
-def test_what_is_drawn_beside_data_in_memory_or_where_no_batch_is_is_drawn_again(tmp_path):
-    drawn = []
-
-    def draw(run=None, number=0):
-        drawn.append((np.random.random(), random.random(), torch.rand(()).item()))
-        if number == 9:
-            raise KeyboardInterrupt
-
-    def draw_on(run, number):
-        draw()
-
-    held = "InMemory(torch.arange(86.0).view(43, 2) / 86, torch.ones(43, 1))"
-    drawing = changed(
-        (r"\(Numbers\(\), Numbers\(\)\)", f"({held}, {held})"),
-        (r'batch\["x"\]', "batch[0]"),
-        (r'batch\["y"\]', "batch[1]"),
-        (r"( +)for _ in run.epochs\(\):", r"\1draw()\n\1for _ in run.epochs():\n\1    draw()"),
-        (r"^( +)metrics = ", r"\1draw()\n\1metrics = "),
-        draw=draw,
-        InMemory=InMemory,
-    )
-    drawing(f"--save-every 1 --run-dir {tmp_path}/whole", body=draw_on)
-    whole = drawn.copy()  # 6 steps in each epoch, one before and one after them
-    assert len({*whole}) == len(whole) == 1 + 2 * 8
-    with pytest.raises(KeyboardInterrupt):
-        drawing(f"--save-every 1 --run-dir {tmp_path}/killed", body=draw)
-    drawn.clear()
-    drawing(f"--save-every 1 --run-dir {tmp_path}/killed --resume auto", body=draw_on)
-    assert drawn == [whole[0], whole[9], *whole[12:]]
-    assert_same_bytes(tmp_path / "killed", tmp_path / "whole")
-
-
-@pytest.mark.parametrize("selection, wrong", [("mask", 3e-3), ("weights", 0)])
-def test_a_count_is_that_of_its_mask_exactly_and_of_its_weights_up_to_rounding(
-    tmp_path, selection, wrong
-):
-    ones = {"mask": "loss > -1", "weights": "torch.full_like(loss, 0.1)"}[selection]
-    number = {"mask": "len(batch['y'])", "weights": "0.1 * len(batch['y'])"}[selection]
-    train_counted = changed(
-        (r"step_mean\(loss\)", f"step_mean(loss, {selection}={ones})"),
-        (r"steps\(loaders\[0\]", f"steps(loaders[0], count=lambda batch: {number} + {wrong}"),
-    )
-    batches = []
-    with ExitStack() as expecting:
-        if wrong:
-            sentence = "count= must return the sum of the same mask, or of the same weights"
-            expecting.enter_context(pytest.raises(RuntimeError, match=sentence))
-        train_counted(
-            f"--accumulate 2 --run-dir {tmp_path}", body=lambda run, number: batches.append(number)
-        )
-    assert len(batches) == (2 if wrong else 22)  # it is refused in the first step
 
 
 def test_stop_ends_the_run_whole_and_a_resume_ends_too(tmp_path):
@@ -209,19 +150,6 @@ def test_whatever_ends_the_body_signals_and_folder_are_given_back(tmp_path):
     assert [*map(signal.getsignal, numbers)] == before
     train("--run-dir", tmp_path)  # the lock is free
     assert [*map(signal.getsignal, numbers)] == before
-
-
-def test_a_resume_adds_gradients_in_the_same_order_whatever_the_buckets_were(
-    fork_main, arguments, tmp_path
-):
-    """Of three processes: a sum of two has only one order."""
-    flags = f"--epochs 1 --save-every 1 --keep 9 --run-dir {tmp_path}/run"
-    args = [*arguments["train_mnist"], flags]
-    found = []
-    for more in ("", f" --resume {tmp_path}/run/checkpoints/step-0000000002"):
-        fork_main("train_mnist", *args, flags + more, world=3).finished()
-        found.append(digests(tmp_path / "run"))
-    assert found[0] == found[1]
 
 
 NOISY = "--learning-rate 5 --schedule constant --num-samples 130 --epochs 6"
@@ -343,15 +271,6 @@ def test_all_processes_refuse_metrics_that_differ_or_are_no_numbers(
         assert repr(agree(accelerator, mine)) == repr(mine)
 
 
-def test_processes_that_add_other_names_are_told_so():
-    two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, gather=None, reduce=None)
-    means = RunningMeans(two, lambda mine: [*mine, ["loss_b"]])
-    means.add_all([("loss", torch.ones(()), 1)])
-    for call in (lambda: means.flush("train"), means.state):
-        with pytest.raises(RuntimeError, match=r"got loss on one process and loss_b"):
-            call()
-
-
 @pytest.mark.parametrize("target, code", [("eval_loss:1e9", 0), ("eval_loss:max:1e9", 3)])
 def test_a_run_that_misses_its_target_is_whole_and_ends_with_3(tmp_path, capfd, target, code):
     edit = r'\{"pictures": "test"\}', "{}, {'next': 'what to do then'}"
@@ -381,12 +300,6 @@ def test_a_script_that_no_rehearsal_has_passed_says_so_until_one_has(tmp_path, m
     assert not describe_rehearsal(mine)
     mine.write_text("x = 2")
     assert describe_rehearsal(mine) == line
-
-
-def test_a_target_that_no_evaluation_has_is_refused_after_the_first(tmp_path):
-    with refused("--target eval_auc: there are only"):
-        train(f"--run-dir {tmp_path} --target eval_auc:0.5")
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
 
 
 @posix_only
@@ -428,21 +341,3 @@ def test_a_run_starts_from_given_weights_by_name_and_says_what_matched(fork_main
     for path, sentence in ((tmp_path / "none", "cannot be read"), (wrong, "none of its 2")):
         assert sentence in start(2, path)
         assert not (tmp_path / "run-2").exists()
-
-
-def test_compiled_and_plain_models_have_one_name_for_a_weight(tmp_path):
-    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    names = [*plain.state_dict()]
-    part = nn.Sequential(torch.compile(nn.Linear(3, 4), backend="eager"), nn.Linear(4, 2))
-    other = torch.compile(part, backend="eager")
-    prefixed = {name: value.clone() for name, value in other.state_dict().items()}
-    assert any(name.count("_orig_mod.") == 2 for name in prefixed)
-    assert [*name_without_compiler(other).state_dict()] == names
-    assert [name for name, _ in named_weights(other)] == names
-    for model in other, name_without_compiler(plain):
-        for state in prefixed, dict(zip(names, prefixed.values(), strict=True)):
-            model.load_state_dict({name: value + 1 for name, value in state.items()})
-            for value, saved in zip(model.state_dict().values(), prefixed.values(), strict=True):
-                assert torch.equal(value, saved + 1)
-    save_file(prefixed, tmp_path / "old.safetensors")
-    assert read_weights(tmp_path / "old.safetensors", plain)[0].keys() == {*names}

@@ -1,7 +1,6 @@
 """A model spread over the processes (FSDP2) trains, saves and resumes like one that is not."""
 
 import pickle
-import re
 import shutil
 import signal
 from collections import Counter
@@ -10,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, refused, rows, saved
+from conftest import ROOT, refused, rows, saved, split_flags
 from faults import digests
+from loops import HEAD
 from safetensors.torch import load_file
 from saving import reforge
 from sharded import SHARDED, env, train
@@ -94,6 +94,16 @@ def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsh
     for step, kind, world in plans:
         more = [*args, "--stop-after-steps", step]
         train(nursery, tmp_path / "sharded", *more, kind=kind, **world, double=True)
+        if "copies" in world:  # which save each row once
+            state = tmp_path / "sharded" / "checkpoints" / f"step-{step:010d}" / "state"
+            shares = [load_file(path) for path in state.glob("shard-*")]
+            sizes = Counter({n: 0 for share in shares for n in share})
+            for share in shares:
+                sizes.update({name: piece.numel() for name, piece in share.items()})
+            weights, _ = saved(tmp_path / "sharded")
+            assert len(shares) == 2
+            for name, weight in weights.items():
+                assert sizes[f"model.{name}"] == sizes[f"average.{name}"] == weight.numel()
     train(nursery, tmp_path / "one", *args, world=1, double=True)
     assert_close(tmp_path / "sharded", tmp_path / "one", tolerance=1e-9)
     for name in ("model", "raw", "best"):
@@ -106,24 +116,20 @@ def test_average_accumulation_clipping_and_the_best_weights_are_those_of_an_unsh
 def test_channels_last_weights_and_batchnorm_are_sharded_and_come_back(
     nursery, arguments, tmp_path
 ):
-    """A run without sharding goes on sharded and back, its convolutions in another layout."""
+    """A sharded run goes on without sharding, its convolutions in another layout."""
     args = [*arguments["train_mnist"], "--model", "normed", "--resume", "auto"]
     plan = {"script": "train_mnist", "double": True}
     train(nursery, tmp_path / "whole", *args, **plan)
-    for step, kind in ((3, None), (6, SHARDED), (LAST, None)):
+    for step, kind in ((4, SHARDED), (LAST, None)):
         train(nursery, tmp_path / "run", *args, "--stop-after-steps", step, kind=kind, **plan)
     assert_close(tmp_path / "run", tmp_path / "whole", tolerance=1e-9)
-
-
-TOKENS = "--layers 1 --width 32 --num-bytes 16000"
 
 
 @pytest.mark.parametrize(
     "script, flags, copies",
     [
         ("train_regression", f"{FLAGS} --start-from {{weights}}", 1),  # weights of a file
-        ("examples.text", "--num-lines 7 --batch-size 6", 1),  # a batch without rows
-        ("examples.gpt", TOKENS, 2),  # tied weights, made by the first process
+        pytest.param("examples.text", "--num-lines 7 --batch-size 6", 1, marks=pytest.mark.slow),
     ],
 )
 def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
@@ -139,14 +145,14 @@ def test_what_once_failed_when_it_was_sharded_has_the_loss_of_an_unsharded_run(
 
 TWICE = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
 LAYERS = "--layers 2 --width 32 --num-bytes 9000 --batch-size 24 --dropout 0.3 --ema 0.8 --keep 9 "
-LAYERS += "--save-every 2 --stop-after-steps 6 --no-pictures --resume auto"
+LAYERS += "--save-every 2 --stop-after-steps 4 --no-pictures --resume auto"
 
 
 def test_layers_that_are_computed_twice_have_the_same_dropout_and_names(nursery, tmp_path):
     layer = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "TransformerEncoderLayer"}
     plan = {"script": "examples.gpt", "kind": SHARDED}
     train(nursery, tmp_path / "once", *LAYERS.split(), **plan, env=layer)
-    where = copy_until(tmp_path / "once", tmp_path / "run", 4)
+    where = copy_until(tmp_path / "once", tmp_path / "run", 2)
     train(nursery, where, *LAYERS.split(), **plan, env=layer | TWICE)
     assert digests(where) == digests(tmp_path / "once")
 
@@ -226,11 +232,9 @@ def test_optimizers_in_another_order_than_their_models_come_back_in_any_run(
     assert_close(tmp_path / "run", tmp_path / "one", 1e-5)
 
 
-@pytest.mark.parametrize("damage, kind, world", [("missing", None, 1), ("pickle", SHARDED, 2)])
-def test_a_share_that_does_not_fit_ends_in_one_sentence(
-    nursery, runs, tmp_path, damage, kind, world
-):
-    """In a sharded run and in one that is not, even if the manifest knows the file."""
+@pytest.mark.parametrize("damage", ["missing", "pickle"])
+def test_a_share_that_does_not_fit_ends_in_one_sentence(nursery, runs, tmp_path, damage):
+    """Even if the manifest knows the file."""
     where = copy_until(runs[SHARDED], tmp_path / "run", 8)
     path = where / "checkpoints" / "step-0000000008"
     _, last = sorted((path / "state").glob("shard-*"))
@@ -240,33 +244,11 @@ def test_a_share_that_does_not_fit_ends_in_one_sentence(
         last.write_bytes(pickle.dumps(print))
     reforge(path)
     args = [*SMALL, "--resume", path]
-    outcome = train(nursery, where, *args, kind=kind, world=world, codes=[2] * world)
+    outcome = train(nursery, where, *args, world=1, codes=[2])
     assert outcome.output.count("\nerror:") == 1, outcome.output
 
 
 # What is frozen.
-
-
-def test_two_copies_save_each_row_once_and_a_process_killed_in_one_ends_the_other(
-    nursery, tmp_path
-):
-    """Resumed, they end with equal bytes, although the first copy and the second were not alike."""
-    args = [*SMALL, "--ema", 0.9, "--save-every", 5]
-    plan = {"script": "adapted", "kind": SHARDED, "world": 4, "copies": 2}
-    fault, codes = {"rank": 3, "signal": [7, signal.SIGKILL]}, [1, 1, 1, -signal.SIGKILL]
-    ended = train(nursery, tmp_path / "run", *args, **plan, fault=fault, codes=codes)
-    assert ended.stderr.count("lost contact with another process of this run") == 3
-    for name in ("run", "whole"):
-        train(nursery, tmp_path / name, *args, **plan)
-    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
-    state = tmp_path / "run" / "checkpoints" / f"step-{LAST:010d}" / "state"
-    shares = [*state.glob("shard-*")]
-    pieces = [pair for path in shares for pair in load_file(path).items()]
-    sizes = Counter()
-    for name, piece in pieces:
-        sizes[name] += piece.numel()
-    assert sizes["model.down.weight"] == sizes["average.down.weight"] == 40
-    assert sizes["model.norm.running_mean"] == 4 and len(shares) == 2
 
 
 def test_a_killed_run_ends_with_equal_bytes_and_its_checkpoints_hold_nothing_frozen(
@@ -290,22 +272,10 @@ def test_a_killed_run_ends_with_equal_bytes_and_its_checkpoints_hold_nothing_fro
     assert changed.output.count("error:") == 1
 
 
-TEACHER = """
+TEACHER = (
+    HEAD
+    + """
 import copy
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from torch import nn
-
-from trainkit import InMemory, Run, make_loaders, make_optimizer, startup
-from trainkit.config import TrainingConfig, parse
-
-
-@dataclass
-class Config(TrainingConfig):
-    run_dir: Path = Path("unused")
-    how: str = "together"
 
 
 def load_data(config):
@@ -327,13 +297,9 @@ def main(argv=None):
         student = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3))
         teacher = copy.deepcopy(student).requires_grad_(False).eval()
         optimizer = make_optimizer(accelerator, student.parameters(), config)
-        both = [student, teacher]
-        if config.how == "together":
-            *both, optimizer, train, evaluate = accelerator.prepare(*both, optimizer, *loaders)
-        else:
-            both[0], optimizer, train, evaluate = accelerator.prepare(student, optimizer, *loaders)
-        if config.how == "alone":
-            both[1] = accelerator.prepare(teacher)
+        *both, optimizer, train, evaluate = accelerator.prepare(
+            student, teacher, optimizer, *loaders
+        )
         run.begin(both, {})
 
         def losses(x):
@@ -354,47 +320,20 @@ def main(argv=None):
             run.end_epoch(run.evaluate(evaluate, lambda batch: {"loss": losses(batch[0])}))
         run.finish()
 """
-
-
-@pytest.mark.parametrize("how", ["together", pytest.param("alone", marks=pytest.mark.slow)])
-def test_a_teacher_that_is_prepared_follows_its_student_in_every_world(nursery, tmp_path, how):
-    path = tmp_path / "teacher.py"
-    path.write_text(TEACHER)
-    flags = f"--how {how} --batch-size 12 --epochs 2 --save-every 1 --log-every 1 --no-pictures"
-    train(nursery, tmp_path / "one", *flags.split(), script=str(path), world=1)
-    train(nursery, tmp_path / "two", *flags.split(), script=str(path))
-    goes_on = {"together": SHARDED, "alone": None}[how]
-    for step, kind in ((3, SHARDED), (LAST, goes_on)):
-        more = ["--stop-after-steps", step, "--resume", "auto"]
-        train(nursery, tmp_path / "run", *flags.split(), *more, script=str(path), kind=kind)
-    for name in ("model", "model_1"):
-        (ours, _), (theirs, _), (single, _) = (
-            saved(tmp_path / run, name) for run in ("run", "two", "one")
-        )
-        assert ours.keys() == theirs.keys() == single.keys()
-        for key, value in theirs.items():
-            assert torch.allclose(ours[key], value, rtol=0, atol=1e-6), (name, key)
-            assert torch.allclose(single[key], value, rtol=0, atol=1e-6), (name, key)
-    assert_close(tmp_path / "run", tmp_path / "two")
-
-
-# The same with BatchNorm and a teacher that is registered, not prepared. Nothing is done about its
-# running means, which its own forward pass changes.
-NORMED_TEACHER = (
-    TEACHER.replace("nn.GELU()", "nn.BatchNorm1d(5)")
-    .replace(".eval()", "; accelerator.register_for_checkpointing(teacher)")
-    .replace("run.begin(both, {})", "run.begin(both[0], {})")
-    .replace("teacher(x)", "teacher.train(student.training)(x)")
-    .replace("                assert not teacher.training\n", "")
-    .replace("                follow(teacher, student)\n", "")
 )
 
 
-def test_a_registered_teacher_with_batchnorm_is_named_beside_a_sharded_model(fork_main, tmp_path):
-    flags = "--how nothing --batch-size 12 --epochs 1 --no-pictures"
-    outcome = fork_main(
-        NORMED_TEACHER, flags, "--run-dir", tmp_path / "run", world=2, env=env(SHARDED)
-    )
-    assert "2 processes on cpu, float32, 1 thread each, sharded" in outcome.output
-    words = r"the registered Sequential \(number 0\)\['1.running_mean'\] is .* put BatchNorm in it"
-    assert re.search(words, outcome.error(1))
+def test_a_teacher_that_is_prepared_follows_its_student_in_every_world(nursery, tmp_path):
+    path = tmp_path / "teacher.py"
+    path.write_text(TEACHER)
+    flags = split_flags(["--batch-size 12 --epochs 2 --save-every 1 --log-every 1 --no-pictures"])
+    train(nursery, tmp_path / "one", *flags, script=str(path), world=1)
+    for step in (3, LAST):
+        more = ["--stop-after-steps", step, "--resume", "auto"]
+        train(nursery, tmp_path / "run", *flags, *more, script=str(path), kind=SHARDED)
+    for name in ("model", "model_1"):
+        (ours, _), (single, _) = (saved(tmp_path / run, name) for run in ("run", "one"))
+        assert ours.keys() == single.keys()
+        for key, value in single.items():
+            assert torch.allclose(ours[key], value, rtol=0, atol=1e-6), (name, key)
+    assert_close(tmp_path / "run", tmp_path / "one")

@@ -11,12 +11,11 @@ from conftest import posix_only, refused
 from PIL import Image
 
 import train_mnist
-from examples import gan, table
+from examples import table
 from trainkit.config import parse
 from trainkit.errors import UsageError
 from trainkit.language import formats
 from trainkit.reading import splits
-from trainkit.reading.paths import read_here_or_from_hub
 from trainkit.rows.parquet import ParquetRows
 from trainkit.texts import texts
 
@@ -49,13 +48,6 @@ def test_names_of_files_and_parts_are_a_split(names, found):
     assert " | ".join(",".join(parts.get(s, [])) for s in splits.WORDS) == found
 
 
-@pytest.mark.parametrize(
-    "names", ["test.csv", "a.csv b.csv", "train.csv extra.csv", "strain.csv devices.csv"]
-)
-def test_other_names_are_none(names):
-    assert splits.find_splits(names.split()) == {"train": names.split()}
-
-
 def test_a_share_of_each_class_is_held_out_and_never_all_of_one():
     labels = torch.tensor([0] * 50 + [1] * 20 + [2])
     train, held_out = splits.hold_out(71, 0.2, labels)
@@ -76,16 +68,6 @@ def test_equal_rows_are_on_one_side_and_other_splits_stay():
         sides = splits.keep_equal_on_one_side(train, held_out, torch.tensor(samples))
         kept, found = (side.tolist() for side in sides)
         assert found == evaluated and sorted(kept + found) == [*range(8)]
-
-
-def test_what_is_equal_is_counted():
-    numbers = splits.number_equal(["a", "b", "a", "c", "b"])
-    assert numbers.tolist() == [0, 1, 0, 3, 1]
-    both = splits.describe_equal(numbers[:2], numbers[2:], "row")
-    assert both == {"twice": "2 of 3 rows to evaluate on are also trained on"}
-    apart = splits.describe_equal(numbers[[1, 3, 4]], numbers[[0, 2]], "row")
-    assert apart == {"twice": "2 of 5 rows repeat another: on one side"}
-    assert splits.describe_equal(numbers[:1], numbers[1:2], "row") == {}
 
 
 def make_table(path, start, num=20, **more):
@@ -138,35 +120,6 @@ def test_a_test_file_without_the_target_is_not_evaluated_and_said(tmp_path):
         "a share of the others; not read: submission.csv, test.csv (no row has what is to be "
         "predicted)"
     )
-
-
-def test_parts_of_a_data_set_are_a_split(tmp_path):
-    rows = {"train": range(30), "test": range(900, 910), "extra": range(5)}
-    parts = {
-        name: datasets.Dataset.from_dict({"a": [n + 0.5 for n in part], "y": [*part]})
-        for name, part in rows.items()
-    }
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
-    train, evaluated, _, plan = table_of("--data", tmp_path / "set")
-    assert len(train) == 30 and evaluated == [*range(900, 910)]
-    assert plan["evaluated on"] == "test: 10 rows; not read: extra"
-
-
-def test_parts_of_which_one_is_to_be_chosen_are_asked_for(chats, tmp_path):
-    part = datasets.Dataset.from_dict({"prompt": ["a", "b"], "answer": ["c", "d"]})
-    parts = dict.fromkeys(("train_sft", "train_gen", "test_sft"), part)
-    datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
-    asked = "^train_gen, train_sft are parts to choose from, .* name one .FOLDER/train_gen, if"
-    with refused(asked):
-        chats(tmp_path / "set")
-    train, held_out, _ = chats(tmp_path / "set/train_sft", tmp_path / "set/test_sft")
-    assert train == held_out == ["a", "b"]
-    for name in parts:
-        write_chats(tmp_path / f"clone/{name}-00000-of-00001.jsonl", ["a"])
-    with refused(asked):
-        chats(tmp_path / "clone")
-    names = ["train_1.jsonl", "train_2.jsonl", "de/train-00000-of-2.jsonl"]
-    assert splits.find_splits(names) == {"train": names}
 
 
 def text_sets(*flags):
@@ -252,20 +205,6 @@ def test_the_test_rows_of_chats_are_evaluated_and_not_trained_on(chats, tmp_path
     assert (len(train), held_out) == (20, ["more?"])
 
 
-def test_a_name_in_two_unicode_forms_is_one_class_category_and_column(tmp_path):
-    one, other = "caf\u00e9", "cafe\u0301"
-    path = tmp_path / "t.csv"
-    kinds = [one, other, "tea", "tea"] * 20
-    table = pd.DataFrame({"kind": kinds, other: [n + 0.5 for n in range(80)], "y": range(80)})
-    table.to_csv(path, index=False)
-    plan = table_of("--data", path)[3]
-    assert "category: caf\u00e9, tea" in plan["columns"]
-    assert table_of("--data", path, "--features", f"{other},kind")[0]
-    pd.DataFrame({"text": [f"line {n}" for n in range(80)], "label": kinds}).to_csv(path)
-    sets = text_sets("--data", path)
-    assert sets.classes == [one, "tea"]
-
-
 def pictures_of(*flags):
     """The classes of both sides as names, and the plan."""
     config = parse(train_mnist.Config, ["--dataset", *map(str, flags)])
@@ -312,22 +251,6 @@ def test_pictures_are_evaluated_on_a_folder_of_their_own(tmp_path):
         pictures_of(tmp_path / "set", "--eval-data", tmp_path / "nowhere")
 
 
-GONE = ": there is no such file or folder"
-SOUGHT = f"{GONE}, and it cannot be read from the Hub: ConnectionError: asked"
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        *((name, GONE) for name in ("gone.csv", "./gone", "/gone/x", "a/b/c", "gone/")),
-        *(("owner/name", SOUGHT), (".", " cannot be read: ConnectionError: asked")),
-    ],
-)
-def test_a_path_with_a_mistake_in_it_is_not_looked_for_on_the_hub(name, said):
-    with refused(f"^--data {name}{said}$"), read_here_or_from_hub(name, f"--data {name}"):
-        raise ConnectionError("asked")
-
-
 def test_pictures_are_evaluated_on_a_file_of_rows_or_on_the_test_part_of_a_clone(tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "clone" / "data").mkdir(parents=True)
@@ -342,28 +265,6 @@ def test_pictures_are_evaluated_on_a_file_of_rows_or_on_the_test_part_of_a_clone
         assert train == ["a", "b"] * 20 and held_out == ["b"] * 4 + ["a"]
         assert plan["evaluated on"] == f"--eval-data {given}: 5 pictures; not read: test"
         assert ("5 of 5 pictures to evaluate on are" in plan.get("twice", "")) == twice
-
-
-def test_the_split_of_pictures_that_is_evaluated_has_labels_and_is_said(tmp_path):
-    (tmp_path / "set").mkdir()
-    for name, label in (("train", 0), ("test", -1), ("validation", 1)):
-        numbers = [label, label] + [0, 1] * 5 * (label >= 0)
-        rows = rows_of(range(len(numbers)), ["a", "b"], numbers)
-        rows.to_parquet(tmp_path / "set" / f"{name}.parquet")
-    _, held_out, plan = pictures_of(tmp_path / "set")
-    assert held_out == ["b", "b"] + ["a", "b"] * 5
-    unread = "test (no row has what is to be predicted)"
-    assert plan["evaluated on"] == f"validation: 12 pictures; not read: {unread}"
-    (tmp_path / "set" / "validation.parquet").unlink()
-    train, held_out, plan = pictures_of(tmp_path / "set")
-    assert (len(train), len(held_out)) == (10, 2)
-    assert plan["evaluated on"] == f"a share of the others; not read: {unread}"
-
-
-def test_pictures_given_to_evaluate_on_leave_no_part_to_hold_out():
-    config = parse(train_mnist.Config, ["--eval-data", "x", "--validation-split", "5"])
-    with pytest.raises(UsageError, match="--validation-split 5 does nothing beside --eval-data"):
-        config.validate(1)
 
 
 @posix_only
@@ -382,23 +283,6 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     for flag, reading in read.items():
         with pytest.raises(UsageError, match=f"^{flag} ?.*rows.jsonl is (not )?a file"):
             reading()
-
-
-def test_other_pictures_are_evaluated_where_classes_do_not_matter(tmp_path):
-    save_shaded(tmp_path / "set/train/a", *range(10, 60, 10))
-    save_shaded(tmp_path / "set/test/a", 5)
-    save_shaded(tmp_path / "new/b", 10, 15, 25)
-
-    def load(*flags):
-        flags = ["--dataset", f"{tmp_path}/set", *flags]
-        *sets, plan = gan.load_data(parse(gan.Config, flags))
-        return *map(len, sets), plan
-
-    assert load()[:2] == (5, 1)
-    train, evaluated, plan = load("--eval-data", f"{tmp_path}/new")
-    assert (train, evaluated) == (5, 3)
-    assert plan["evaluated on"] == f"--eval-data {tmp_path}/new: 3 pictures; not read: test"
-    assert plan["twice"] == "1 of 3 pictures to evaluate on is also trained on"
 
 
 SIDES = ["train"] * 12 + ["test"] * 5 + ["train"] * 3

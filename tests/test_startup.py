@@ -6,32 +6,10 @@ import signal
 import subprocess
 import sys
 
-from trainkit import errors
-
 import pytest
 import torch
-from conftest import ROOT, linux_only, posix_only, run, write_script
+from conftest import ROOT, linux_only, posix_only
 from loops import train
-
-
-def test_freed_memory_is_kept(tmp_path):
-    """In a process of its own: what others have left in the heap of a fork changes it."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("glibc's settings")
-    code = """
-import resource, torch
-from trainkit.launch import startup
-startup.keep_memory()
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for step in range(5):
-        torch.ones(16_000_000)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults()
-# 64 MB: glibc learns to keep what is smaller than 32 MB. Else 78,000 pages or, if huge, 160.
-assert faults() < 100, "a freed tensor of 64 MB was given back"
-"""
-    run(write_script(tmp_path, code, {}))
 
 
 def test_settings_about_numbers_and_safety_hold_however_main_was_started(in_fresh_process):
@@ -218,42 +196,6 @@ def main(argv):
     assert not [*tmp_path.rglob(".tmp-*")]
 
 
-@linux_only
-def test_waiting_threads_sleep_while_others_need_the_cores_and_no_number_changes(in_fresh_process):
-    in_fresh_process("""
-import os, time, torch
-from trainkit.launch import cores
-
-def num_tasks():
-    return len(os.listdir("/proc/self/task"))
-
-def wait_for(number):
-    for _ in range(500):
-        if num_tasks() == number:
-            return
-        time.sleep(0.01)
-    raise AssertionError((num_tasks(), number))
-
-os.environ.pop("OMP_WAIT_POLICY", None)
-torch.set_num_threads(2)
-numbers = torch.arange(2**20, dtype=torch.float32).sqrt()
-quiet = numbers.sum()
-waited = {"1": 0.0}
-cores.LOOK_SECONDS, cores._waited = 0.01, lambda: dict(waited)
-cores._num_cores = lambda: 4
-at_rest = num_tasks() + 1  # the thread that looks
-cores.share_cores()
-for _ in range(2):
-    for _ in range(20):  # another program has the core half of the time
-        waited["1"] += 0.01
-        time.sleep(0.01)
-    wait_for(at_rest + 3)  # more than the four cores, with both of this thread
-    assert numbers.sqrt().square().sum() != 0 and numbers.sum() == quiet
-    assert torch.get_num_threads() == 2
-    wait_for(at_rest)  # nobody waits any more
-""")
-
-
 def test_every_process_prints_its_traceback_before_it_leaves_the_others(fork_main):
     script = """
 import io, sys, torch
@@ -266,13 +208,6 @@ def main(argv=None):
     outcome = fork_main(script, world=2)
     assert outcome.returncode == 1
     assert outcome.stderr.count("ZeroDivisionError: in the middle") == 2, outcome.output
-
-
-def test_shared_memory_is_named_if_it_is_full():
-    worker = RuntimeError("unable to write to file </torch_1_2_3>: No space left on device (28)")
-    assert errors.explain(worker).startswith("had no room in /dev/shm, through which")
-    lost = RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. ")
-    assert "for which /dev/shm was too small, through which" in errors.explain(lost)
 
 
 def test_deterministic_algorithms_are_on_as_long_as_the_run_asks_for_them(tmp_path, monkeypatch):

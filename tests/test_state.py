@@ -9,31 +9,14 @@ import pytest
 import sharded
 import torch
 from conftest import assert_same_bytes, refused, rows
-from loops import changed
+from loops import HEAD, changed
 
 from trainkit.checkpoints.parts import load_tree, save_tree
 from trainkit.checkpoints.state import State, entries_in, where_apart
 
-SCRIPT = """
-import os, signal
-from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
-import torch
-from torch import nn
-
-from trainkit import InMemory, Run, make_loaders, startup
-from trainkit.config import TrainingConfig, parse
-
-
-@dataclass
-class Config(TrainingConfig):
-    run_dir: Path = Path("runs/state")
-    epochs: int = 2
-    batch_size: int = 8
-
+SCRIPT = (
+    HEAD
+    + """
 
 def load_data(config):
     x = torch.randn(61, 4, generator=torch.Generator().manual_seed(0))
@@ -88,18 +71,14 @@ def main(argv=None):
             metrics = run.evaluate(eval_loader, lambda b: {"loss": (predict(b) - b[1]) ** 2})
             run.end_epoch({**metrics, "eval_price": history[-1], "eval_seen": len(history)})
         return run.finish()
-
-
-if __name__ == "__main__":
-    startup.run(main)
 """
+)
 FLAGS = "--log-every 1 --no-pictures --save-every 4"
 
 
-@pytest.mark.parametrize("kind", [None, sharded.SHARDED])
-def test_a_resume_in_the_middle_of_an_epoch_ends_with_the_same_bytes(fork_main, tmp_path, kind):
+def test_a_resume_in_the_middle_of_an_epoch_ends_with_the_same_bytes(fork_main, tmp_path):
     """In two processes, whose numbers are those of one process, with micro-batches too."""
-    world: dict[str, Any] = {"world": 2, "env": sharded.env(kind)}
+    world: dict[str, Any] = {"world": 2, "env": sharded.env(sharded.SHARDED)}
     for name, kill, more in (
         ("whole", -1, ""),
         ("killed", 10, ""),
@@ -207,12 +186,6 @@ def test_a_change_that_a_resume_would_lose_or_repeat_is_refused(tmp_path, train,
         train(f"--save-every 2 --run-dir {tmp_path}/run")
 
 
-def test_what_starts_an_epoch_may_change_the_state(tmp_path):
-    in_loop("if run.starts_epoch: run.state['n'] = run.state.get('n', 0) + 1")(
-        f"--eval-every 2 --run-dir {tmp_path}/run"
-    )
-
-
 def test_what_is_set_for_a_new_run_does_not_replace_what_a_checkpoint_has(tmp_path):
     """Also after the end of an epoch, where nothing else is loaded a second time."""
     counting = (
@@ -226,15 +199,6 @@ def test_what_is_set_for_a_new_run_does_not_replace_what_a_checkpoint_has(tmp_pa
         *counting, (r"^( +)run.finish\(\)", r"\1run.finish()\n\1return run.state['n']")
     )
     assert counted(f"{flags} --resume auto") == 12
-
-
-def test_of_a_row_that_is_put_twice_the_last_one_counts(tmp_path):
-    put = "run.put(table, torch.zeros(len(loss), dtype=torch.int64), torch.arange(len(loss)) + 1)"
-    table = torch.zeros(2)
-    changed((r"^( +)run.add\(loss=loss\)", rf"\g<0>\n\1{put}"), table=table)(
-        f"--stop-after-steps 2 --run-dir {tmp_path}/run"
-    )
-    assert table.tolist() == [8, 0]
 
 
 @pytest.mark.parametrize(

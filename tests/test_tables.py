@@ -5,12 +5,10 @@ The numbers of examples/table.py in several processes and after a kill: tests/te
 
 import itertools
 import re
-import shlex
 from pathlib import Path
 
 from trainkit import predict
 
-import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -22,8 +20,7 @@ from made_tables import frame, load, make_table
 
 from examples import table as script
 from trainkit.numbers.loaders import InMemory
-from trainkit.reading import sheets
-from trainkit.tables import Column, encode, measure_classes, measure_numbers, network
+from trainkit.tables import Column, encode, network
 from trainkit.tables.columns import INDEX, read_amount
 from trainkit.tools import page
 
@@ -43,11 +40,6 @@ def read(table, *flags):
         Path("t.csv").write_bytes(table)
         table = "t.csv"
     return load("--data", table, "--target", "y", *flags)
-
-
-def planned(*table_and_flags):
-    """What its plan says."""
-    return read(*table_and_flags)[2]["plan"]
 
 
 def text(separator=",", encoding="utf-8") -> bytes:
@@ -239,15 +231,6 @@ def model(tmp_path_factory):
     return untrained(read(path)[2])
 
 
-def test_a_table_of_the_hub_is_named_in_the_plan(monkeypatch):
-    monkeypatch.chdir("/")
-    found = datasets.Dataset.from_pandas(frame())
-    monkeypatch.setattr(datasets, "load_dataset", lambda name: found)
-    _, _, metadata = read("someone/houses")
-    assert (metadata["plan"]["data"], metadata["features"]) == ("houses", ALL)
-    assert "data" not in metadata  # a resume compares the metadata, and the name may change
-
-
 @pytest.mark.parametrize("name", ["t.parquet", "lines.jsonl"])
 def test_what_is_no_feature_comes_back_as_it_was_written(name, model):
     table = frame(3).assign(id=pd.array([2**60 + 1, None, 3], "Int64"), note=["NA", "null", "x"])
@@ -267,24 +250,6 @@ def test_one_value_has_one_text_in_every_file():
         assert known[-1][2]["features"] == known[0][2]["features"]
     codes, cities, on = (column["categories"] for column in known[0][2]["columns"])
     assert (codes, cities, on) == (["1", "2", "2.5"], ["Bonn", "Oslo"], ["?", "False", "True"])
-
-
-def test_what_a_prediction_cannot_know_is_said(model, here):
-    path = here / "t.csv"
-    frame(5).assign(city=["Mars", "Venus"] * 2 + ["Mars"]).to_csv(path, index=False)
-    said = "(column 'city': 'Mars', 'Venus' not in the training rows)"
-    assert model.predict_file(path).splitlines()[0] == f"{here / 't_predictions.csv'}  {said}"
-    path.write_bytes(text(encoding="cp1252"))
-    with refused("--encoding cp1252"):
-        model.predict_file(path)
-    assert "not in the training rows" not in model.predict_file(path, encoding="cp1252")
-    for change, sentence in (
-        ({"predicted_y": 1}, "has predictions already: ValueError: columns overlap"),
-        ({"area": "$1"}, r"no row can be predicted: row 1 \(column 'area': '\$1' is not"),
-    ):
-        frame(5).assign(**change).to_csv(path, index=False)
-        with refused(sentence):
-            model.predict_file(path)
 
 
 def test_a_row_that_cannot_be_predicted_is_named_and_left_empty(model):
@@ -332,15 +297,6 @@ def test_predictions_are_safe_to_open_in_a_spreadsheet(model):
     written = predicted(model, Path("t.json"), keep_default_na=False)
     assert secret.read_text() == "secret"  # a link is replaced, not written through
     assert [*written["'=note"]] == [f"'{value}".replace("\r", "\n") for value in risky] + plain
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-8"])
-def test_a_file_in_another_encoding_than_the_given_one_is_read_as_what_it_is(encoding):
-    Path("t.csv").write_bytes(text(encoding="cp1252"))
-    Path("new.csv").write_bytes(text(encoding=encoding))
-    _, test, metadata = read("t.csv", "--encoding", "cp1252", "--eval-data", "new.csv")
-    assert metadata["features"] == ALL and test.tensors[0][:, 1:4].ne(0).any(0).all()
-    assert "not in the training rows" not in untrained(metadata).predict_file(Path("new.csv"))
 
 
 def test_dates_are_days_and_have_the_phases_that_vary():
@@ -426,13 +382,6 @@ def test_sheets_are_splits_or_chosen_and_a_formula_has_a_value():
         read("t.xlsx")
 
 
-def test_the_package_for_excel_is_named(monkeypatch):
-    Path("t.xlsx").write_bytes(b"")
-    monkeypatch.setattr(sheets.importlib.util, "find_spec", lambda name: None)
-    with refused("t.xlsx needs a package for Excel files: pip install openpyxl"):
-        read("t.xlsx")
-
-
 def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted():
     random = np.random.default_rng(3)
     once = pd.DataFrame(random.normal(size=(40, 4))).add_prefix("x").assign(y=range(40))
@@ -502,52 +451,6 @@ def test_a_mark_is_read_as_the_cells_the_separator_or_the_user_say(case):
     assert inputs.tolist() == [[pytest.approx(least), 0]] and not problems
 
 
-def test_amounts_are_trained_on_and_predicted_and_the_plan_gives_an_example():
-    amounts = [f"${1000 + 50 * n:,}" for n in range(29)]
-    table = pd.DataFrame({"rent": [*amounts, "n/a"], "share": [f"{n % 7} %" for n in range(30)]})
-    table["y"] = [f"{n},5 EUR" for n in range(30)]
-    _, _, metadata = read(table)
-    assert metadata["plan"]["columns"] == (
-        "rent (number, '$1,000' is 1000, filled in where missing), share (number, '0 %' is 0), "
-        "y (number, '10,5 EUR' is 10.5)"
-    )
-    model = untrained(metadata)
-    assert predicted(model, Path("t.csv")).predicted_y.notna().all()
-    frame = pd.DataFrame({"rent": ["$1,250", "1250", 1250.0], "share": ["3 %", "3 %", 0.03]})
-    frame.astype({"share": object}).to_json("new.json", orient="records")
-    said = model.predict_file(Path("new.json"))  # a number needs no currency, but 0.03 may be 3 %
-    assert "no prediction for row 2 (column 'rent': '1250' is not a number like $1,000)" in said
-    assert "row 3 (column 'share': '0.03' is not a number like 0 %)" in said
-
-
-def test_words_among_numbers_are_missing_values_and_are_named():
-    cells = ["NA", "nan", "", "?", *(f"{n / 7:.2f}" for n in range(36))]
-    table = pd.DataFrame({"a": cells, "n": range(40), "y": range(40)})
-    _, _, metadata = read(table)
-    assert "a (number, filled in where missing or '?')" in metadata["plan"]["columns"]
-    model = untrained(metadata)
-    Path("new.csv").write_text("a,n\n?,1\nNA,2\n--,3\n")
-    assert predicted(model, Path("new.csv")).predicted_y.notna().tolist() == [True, True, False]
-    assert planned(table.assign(y=cells, a=table.n))["data"] == (
-        "t.csv, 4 rows dropped: no target, 'NA', 'nan' and 1 more"
-    )
-    # Many make a column of texts, which hardly repeat.
-    said = planned(table.assign(a=[*(f"x{n}" for n in range(9)), *range(31)]))["columns"]
-    assert re.search(r"a \(left out: 3\d different texts, such as 'x\d'\)", said)
-
-
-def test_the_flag_that_the_plan_names_empties_the_cells_of_features_and_targets():
-    table = pd.DataFrame({"a": [*range(28), "-999.0", 5], "y": [*range(29), -999]})
-    table = pd.concat([table] * 2)
-    asked = planned(table)["asked"]
-    assert asked.startswith("is -999 in 2 rows of a, -999 in 2 rows of y a missing value? Then")
-    metadata = read(table, *shlex.split(asked.partition("add ")[2]))[2]
-    assert metadata["plan"]["data"] == "t.csv, 2 rows dropped: no target"
-    assert metadata["feature_range"][0][0] >= 0 and "asked" not in metadata["plan"]
-    Path("new.csv").write_text("a\n-999\n3\n")
-    assert predicted(untrained(metadata), Path("new.csv")).predicted_y.notna().all()
-
-
 # Classes, and what the network does with both kinds of targets.
 
 
@@ -581,21 +484,6 @@ def test_a_class_is_learned_measured_and_predicted_with_its_probability(tmp_path
     assert answer.startswith("<h2>high ") and figure.axes[0].get_ylabel() == "high"
 
 
-def test_the_area_under_the_curve_counts_pairs():
-    logits = torch.tensor([[0.0, 1], [0, 2], [0, 2], [1, 0], [0, 3]])
-    labels = torch.tensor([0, 0, 1, 0, 1])
-    pairs = [1, 0.5, 1, 1, 1, 1]  # of each 1 with each 0
-    assert measure_classes(logits, labels)["eval_auc"] == pytest.approx(sum(pairs) / 6)
-
-
-def test_r2_of_a_target_that_does_not_vary_is_0_or_if_it_is_met_1():
-    truth = np.array([[3.0, 3, 0], [3, 3, 2]])  # met exactly; not met; varies
-    guess = np.array([[3.0, 4, 0], [3, 4, 1]])
-    # MSE, RMSE, MAE, R2 of 1, 0 and 0.5, and of 1, 0 and 0.9 beside the mean of the training.
-    expected = [0.5, (1 + 0.5**0.5) / 3, 0.5, 0.5, 1.9 / 3]
-    assert [*measure_numbers(guess, truth, [3, 3, -1]).values()] == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     "cells, flags, classes",
     [
@@ -615,11 +503,6 @@ def test_texts_and_two_values_are_classes_and_numbers_are_if_it_is_said(cells, f
     dropped = ("", "NA", "?") if classes == ["0", "1"] else ()
     assert len(train) + len(test) == 160 - sum(cell in dropped for cell in table.y)
     assert train.tensors[1].min() >= 0 or classes is None
-
-
-def test_classes_with_few_rows_are_named():
-    plan = planned(rows("k", "ab", 160, y=[*["x", "y"] * 79, "once", "x"]))
-    assert plan["rare"] == "1 of 3 classes have fewer than 5 rows to evaluate on: once 0"
 
 
 def test_ridge_regression_has_the_penalty_with_the_smallest_leave_one_out_error():

@@ -14,7 +14,6 @@ import pandas as pd
 import pytest
 import torch
 from conftest import refused, rows
-from made_texts import LINES
 
 from examples import text
 from trainkit.config import parse
@@ -123,27 +122,6 @@ def test_nothing_that_a_configuration_names_is_fetched_or_run():
     }
 
 
-def test_a_token_without_a_row_in_the_embedding_is_named(base, tmp_path):
-    path = tmp_path / "lines.csv"
-    lines = [
-        "text,label",
-        *(f"and [MASK] {text.split()[0]} {n % 9},{n % 2}" for n, (text, _) in enumerate(LINES)),
-    ]
-    path.write_text("\n".join(lines))
-    config = parse(text.Config, ["--base", str(base), "--data", str(path)])
-    with refused(r"has \d+ tokens and its .* \[MASK\], is .*save the model"):
-        text.load_data(config)
-
-
-def test_weights_that_are_missing_are_named(base, tmp_path):
-    folder = shutil.copytree(base, tmp_path / "base")
-    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    encoder, _ = encoders.read_encoder(parse(text.Config, ["--base", str(folder)]))
-    with refused(r"has no weights for 16 parts: encoder\.layer\.1"):
-        encoders.make_encoder(encoder, str(folder))
-
-
 A, B = "the first of two", "one more line here"
 GOOD = {"a": [f"{A} {n}" for n in range(20)], "b": [*"xy"] * 10}
 CALLED = {"Text": [*"abcdefgh"], "extra": [*"xy"] * 4, "LABEL": [*"uvwxyzuv"]}
@@ -187,33 +165,6 @@ def test_columns_are_found_or_asked_for(tmp_path, columns, flags, said):
     assert said.partition(":")[0] == found
     assert said.partition(": ")[2] in " ".join(sets.plan.values())
     assert {label for _, label in sets.held_out} == {*range(len(sets.classes))}
-
-
-def test_a_file_to_evaluate_on_has_the_same_classes_and_its_own_encoding(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    frame = pd.DataFrame(GOOD)
-    for name, given in (("a", frame), ("b", frame[4:]), ("c", frame.replace("y", "z"))):
-        given.to_parquet(f"{name}.parquet")
-    sets = read(f"--data a.parquet --eval-data b.parquet {NAMED}")
-    assert len(sets.train) == 20 and len(sets.held_out) == 16
-    with refused(r"--eval-data .*c.parquet: --data has no class 'z'"):
-        read(f"--data a.parquet --eval-data c.parquet {NAMED}")
-    path = tmp_path / "d.txt"
-    path.write_bytes("na\u00efve".encode("cp1252"))
-    with refused(r"not in UTF-8, .* --encoding cp1252"):
-        texts.read_texts(path, None)
-    for encoding in ("cp1252", "utf-8", "utf-8-sig", "utf-16"):
-        path.write_bytes("na\u00efve".encode(encoding))
-        assert texts.read_texts(path, None, encoding="cp1252") == ["na\u00efve"]
-    frame.replace("y", "\u00fc").to_csv("a.csv", index=False, encoding="cp1252")
-    frame.replace("y", "\u00fc").to_csv("b.csv", index=False, encoding="utf-16")
-    sets = read(f"--data a.csv --eval-data b.csv --encoding cp1252 {NAMED}")
-    assert "\u00fc" in sets.classes and len(sets.classes) == 2
-    said = "--text a does nothing without --data: .*; --max-tokens 9 does nothing without --base"
-    with refused(said):
-        parse(text.Config, ["--text", "a", "--max-tokens", "9"]).validate(1)
-    with refused("--num-lines 9 does nothing beside --data"):
-        parse(text.Config, ["--data", "a.csv", "--num-lines", "9"]).validate(1)
 
 
 def test_equal_texts_are_on_one_side_of_a_split_and_rare_classes_are_named(tmp_path):

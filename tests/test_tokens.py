@@ -64,9 +64,7 @@ def plain(mode):
     return plain_losses(batches, adam, range(args.epochs), loss_of), model.state_dict()
 
 
-@pytest.mark.parametrize(
-    "mode, world, accumulate", quick(GRID, [("answers", 2, 4), ("text", 3, 1)])
-)
+@pytest.mark.parametrize("mode, world, accumulate", quick(GRID, [("answers", 2, 4)]))
 def test_a_step_has_the_mean_of_all_its_tokens_wherever_they_are(
     fork_main, folder, mode, world, accumulate
 ):
@@ -97,7 +95,7 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
     assert last in (6, 9) and len(evaluations) == 3  # the second and third are not better
     files = [path.name for name in ("raw.*", "best.*", "sample-*.txt") for path in whole.glob(name)]
     assert len(files) == 2 + len(evaluations)
-    for killed_at in (last - 2, "end"):
+    for killed_at in (last - 2, "end") if world == 1 else ("end",):
         run_dir = folder / f"killed-{mode}-{world}-{accumulate}-{killed_at}"
         fault = {"signal": [killed_at, signal.SIGKILL]}
         if killed_at == "end":  # in the save of the run's end
@@ -109,15 +107,12 @@ def test_a_kill_changes_no_byte_of_a_run_that_ends_by_patience(
         assert_same_bytes(run_dir, whole, *files)
 
 
-@pytest.mark.parametrize("world", quick(zip(WORLDS), [(3,)]))
-def test_a_loss_that_couples_samples_sees_those_of_all_processes(
-    fork_main, tiny_mnist, tmp_path, world
-):
+def test_a_loss_that_couples_samples_sees_those_of_all_processes(fork_main, tiny_mnist, tmp_path):
     # 331 samples: 11 batches of 30, and one sample for the last; 101 to evaluate on.
     flags = "--batch-size 30 --epochs 2 --log-every 1 --schedule constant --warmup 0 --no-pictures"
     flags += f" --eval-batch-size 25 --timeout 60 --stop-after-steps {NUM_STEPS}"
     where = ["--dataset", str(tiny_mnist), "--run-dir", str(tmp_path)]
-    fork_main("examples.two_towers", *flags.split(), *where, world=world).finished()
+    fork_main("examples.two_towers", *flags.split(), *where, world=3).finished()
     samples, *_ = two_towers.load_data(parse(two_towers.Config, where))
     torch.manual_seed(0)
     model = two_towers.Towers()

@@ -1,11 +1,7 @@
 """The loop of train_mnist.py is right, and what it leaves behind can be used."""
 
-import inspect
 import math
-from functools import partial
 from types import SimpleNamespace
-
-from trainkit import keyed_uniform
 
 import pytest
 import torch
@@ -99,19 +95,6 @@ def test_a_model_is_compiled_once_whatever_batches_and_evaluations_come(
     assert counters["unique_graphs"] == before + 3  # nothing is forbidden afterwards
 
 
-def test_compiled_an_augmentation_makes_the_same_pictures():
-    config = SimpleNamespace(seed=3, max_turn=10.0, max_shift=2.0, max_warp=1.0)
-    images = torch.randint(0, 256, (4, 1, 28, 28), dtype=torch.uint8)
-    numbers = keyed_uniform(0, 0, torch.arange(4), 35)
-    device = images.device
-    constants = train_mnist.pixel_centres(device), train_mnist.knot_shares(device)
-    written = train_mnist.move_pixels(images, numbers, *constants, config)
-    assert not torch.equal(written, images)
-    plain = inspect.unwrap(train_mnist.move_pixels)
-    compiled = torch.compile(plain, backend="aot_eager", fullgraph=True, dynamic=False)
-    assert torch.equal(compiled(images, numbers, *constants, config), written)
-
-
 def test_stop_after_steps_ends_as_if_done_and_a_later_run_moves_it_aside(
     tiny_mnist, tmp_path, run_main
 ):
@@ -147,22 +130,6 @@ def test_augmentation_moves_a_picture_by_seed_epoch_and_index_alone():
     torch.testing.assert_close(move(images, indices), images.float(), atol=1e-2, rtol=0)
     shifted = move(images, indices, max_shift=2.0)
     assert shifted.sum((1, 2, 3)) == pytest.approx([8 * 8 * 200] * 4, rel=1e-3)  # nothing is lost
-
-
-def test_a_warp_moves_the_pixels_around_a_knot_with_it(monkeypatch):
-    images = torch.randint(0, 256, (1, 1, 28, 28), dtype=torch.uint8)
-
-    def warp(*moved):
-        noise = torch.full((1, 35), 0.5)  # no turn, no shift, no knot moves
-        noise[:, [3 + knot for knot in moved]] = 1.0
-        monkeypatch.setattr(train_mnist, "keyed_uniform", lambda *_: noise)
-        return move(images, torch.tensor([0]), max_warp=3.0)[0, 0]
-
-    near = partial(torch.testing.assert_close, atol=0.01, rtol=0)
-    near(warp(*range(16))[:, :25], images[0, 0, :, 3:].float())  # every knot 3 pixels along x
-    first_y = warp(16)  # the knot in the corner, along y
-    assert not torch.equal(first_y[:9, :9], images[0, 0, :9, :9].float())
-    near(first_y[10:, 10:], images[0, 0, 10:, 10:].float())
 
 
 # Runs a script, where a connection is refused, and names what it imported.

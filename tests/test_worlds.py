@@ -32,14 +32,13 @@ PHOTOS = f"--dataset {{photos}}/data {SMALL} --size 32 --base {{photos}}/base"
 RUNS = {
     "train_mnist": (
         "train_mnist",
-        "--dataset {tiny} --model deep --batch-size 36 --eval-batch-size 72 --no-drop-last",
-        101,
+        f"{SMALL} --dataset {{digits}} --model deep --no-drop-last",
+        55,
     ),
     "muon": (
         "train_mnist",
-        "--dataset {tiny} --optimizer muon --weight-decay 0.1 --batch-size 36 --eval-batch-size 72 "
-        "--no-drop-last",
-        101,
+        f"{SMALL} --dataset {{digits}} --optimizer muon --weight-decay 0.1 --no-drop-last",
+        55,
     ),
     "train_regression": (
         "train_regression",
@@ -63,9 +62,9 @@ MODULES = [BERT, "transformers.tokenization_utils_base", *["timm"] * bool(find_s
 
 
 @pytest.fixture(scope="session")
-def start(nursery, tiny_mnist, request, tmp_path_factory):
+def start(nursery, request, tmp_path_factory):
     """Start one of RUNS, in float64."""
-    data = {"tiny": tiny_mnist, "digits": tmp_path_factory.mktemp("digits")}
+    data = {"digits": tmp_path_factory.mktemp("digits")}
     first_pictures(data["digits"], 109, 55)
 
     def call(name: str, run_dir: Path, world: int, *args: object, **plan: Any) -> Outcome:
@@ -102,7 +101,7 @@ WORLDS = [way for way in WORLDS if way[::2] != ("two_towers", 3)]  # its loss is
 # any_batch has masks, weights and shares of other sizes; gan has two optimizers, tabm an average.
 QUICK = [("train_mnist", 2, 1), ("any_batch", 3, 3), ("gan", 2, 3), ("two_towers", 2, 1)]
 QUICK += [("tabm", 2, 1), ("muon", 2, 3)]
-KILLED = [("gan", 2, 3), ("any_batch", 3, 3), ("muon", 2, 1)]
+KILLED = [("any_batch", 3, 3), ("muon", 2, 3)]
 
 
 @pytest.mark.numeric
