@@ -80,10 +80,7 @@ def num_positions(config: Any) -> int | None:
 
 
 def first_day(config: "LanguageConfig") -> date:
-    """Return --day, or else the day on which this run was started first; set --day to it.
-
-    run.json keeps it from the start, before there is a checkpoint.
-    """
+    """Return --day, or else the day on which this run was started first; set --day to it."""
     day = config.day
     if day is None and config.resume and (config.run_dir / "run.json").exists():
         day = read_run_json(config.run_dir)["arguments"].get("day")
@@ -101,11 +98,8 @@ def make_sets(
 ) -> tuple[Chat, ChatSets]:
     """Return a chat, and the sets of --data, which are not sorted yet and have no prompts.
 
-    Args:
-        noun: what an item is called.
-        has: what each item has; others are dropped.
-        read: returns the columns and the conversations of a row.
-        make_item: makes an item of a sample of each conversation, or None.
+    make_item makes an item, which a `noun` names, of a sample of each conversation that `read`
+    returns, or None. What does not have what `has` says is dropped.
     """
     with as_usage_error("this example needs `pip install transformers`"):
         from transformers import AutoConfig, AutoTokenizer
@@ -206,7 +200,7 @@ def hold_out_tenth(
     """Return which rows are trained on and which are evaluated, in their order, and a plan line.
 
     Evaluated are the last `num_given` rows, or else a tenth; equal rows are on one side, unless all
-    are equal. hashes: of all rows. items: of each row; one without an item is on no side.
+    are equal. A row without items is on no side.
     """
     rows = torch.tensor([*map(bool, items)], dtype=torch.bool).nonzero().flatten()
     is_given = rows >= len(hashes) - num_given

@@ -66,9 +66,8 @@ def read_chat_rows(
 ) -> tuple[list[tuple[str, Any]], int, dict[str, str]]:
     """Return the rows of --data, how many at their end are to be evaluated, and lines of the plan.
 
-    Evaluated are the rows of --eval-data, or those of a test split; 0 if there is neither. Each row
-    comes with its place. data: a file of JSON lines, JSON or Parquet, a folder of them or one that
-    `datasets` can load, or a Hub id.
+    Evaluated are those of --eval-data, or of a test split. Each row comes with its place. data: a
+    file of JSON lines, JSON or Parquet, a folder of them or of `datasets`, or a Hub id.
     """
     parts = _find_parts(data, f"{flag} {data}")
     found = splits.find_splits([*parts])
@@ -86,10 +85,7 @@ def read_chat_rows(
 
 
 def _find_parts(data: str, where: str) -> dict[str, Rows]:
-    """Return the rows of each file of a folder, or part of a data set, by its name.
-
-    where: begins the sentence of a UsageError.
-    """
+    """Return the rows of each file of a folder, or part of a data set, by its name."""
     path = Path(data)
     if path.is_file():
         return {path.name: _read_file(path)}
@@ -134,10 +130,7 @@ def _read_file(path: Path) -> Rows:
 
 
 def read_chat(row: Any) -> tuple[str, Conversation]:
-    """Return the names of the columns that a row is read from, and its conversation.
-
-    Raises ValueError for other columns, and what read_conversation raises.
-    """
+    """Return the names of the columns that a row is read from, and its conversation."""
     known = [*product([""], WHOLE), *product(PROMPTS, ANSWERS), ("", "text")]
     own = {*row} if isinstance(row, dict) else set()
     columns = next((pair for pair in known if own.issuperset(filter(None, pair))), None)
@@ -159,8 +152,7 @@ def read_chat(row: Any) -> tuple[str, Conversation]:
 def read_conversation(row: dict[str, Any], prompt: str, answer: str) -> Conversation:
     """Return the conversation that a row has in these columns; prompt may be "".
 
-    Turns may be given as JSON. The column "text" is used as it is. Raises ValueError for a row that
-    has something without which it would mean something else, and what as_turns raises.
+    Raises ValueError for a row that has something without which it would mean something else.
     """
     if bad := [name for name in NOT_READ if row.get(name)]:
         raise ValueError(f"it has {bad[0]}, and only texts and turns are read: leave it out")
@@ -201,8 +193,7 @@ def comparable(turns: list[Turn]) -> list[tuple[str, str, str]]:
 def as_turns(value: Any, role: str) -> list[Turn]:
     """Return turns as templates take them: of a list, of one turn, of these as JSON, or of a text.
 
-    role: who says a text; "" takes none. Raises ValueError for others, for a picture, for a role
-    that is not known and for calls of tools that cannot be read.
+    role: who says a text; "" takes none. Raises ValueError for what cannot be read.
     """
     turns = _decode(value)
     turns = [turns] if isinstance(turns, dict) else turns

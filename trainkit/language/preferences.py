@@ -74,8 +74,7 @@ def load_pairs(config: "LanguageConfig") -> ChatSets:
 def read_pair(row: Any) -> tuple[str, tuple[Conversation, Conversation]]:
     """Return what is read, the chosen and the rejected conversation: they begin with one prompt.
 
-    The row has chosen and rejected, as texts, turns or lists of turns, and the prompt in a column
-    of its own, at the start of both lists, or both. Raises ValueError for others.
+    It is in a column of its own, at the start of both lists of turns, or both.
     """
     if not isinstance(row, dict) or not {"chosen", "rejected"} <= {*row}:
         raise ValueError("it has no chosen and rejected")

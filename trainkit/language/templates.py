@@ -88,8 +88,7 @@ class Chat:
 
         There is one sample, or one for each answer if the template changes earlier turns when
         others follow them, as some do with the text between <think> and </think>. Answers that
-        begin after `size` tokens may be left out. Raises ValueError if something of the
-        conversation would be lost, or answers cannot be told apart.
+        begin after `size` tokens may be left out. Raises ValueError if something would be lost.
         """
         if conversation.text is not None or not self.tokenizer.chat_template:
             return [self._encode_plainly(conversation)]

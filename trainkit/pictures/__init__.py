@@ -1,11 +1,9 @@
 """Pictures: folders, tables and Hub sets of them, as uint8 tensors with a class each.
 
-A script, predict.py and the tools import from here; each name is loaded on first use. Begin with
-sets.py (`load_sets`), which reads top down: splits.py finds the rows of each side and their classes
-(with folders.py for folders of files), decoding.py decodes them once into the cache of `datasets`,
-with files.py, which alone opens pictures. grey.py makes the sets of small grey pictures of it, and
-photos.py those in colour for the networks of backbones.py. This room may import all below a wing,
-and no other wing.
+Begin with sets.py (`load_sets`): splits.py finds the rows of each side and their classes (with
+folders.py for folders of files), and decoding.py decodes them once with files.py, which alone opens
+pictures. grey.py makes small grey pictures of them, and photos.py those in colour for the networks
+of backbones.py. Scripts import from here; this room imports no other wing.
 """
 
 from trainkit.fronts import hand_out

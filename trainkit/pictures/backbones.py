@@ -95,8 +95,7 @@ def load_weights(model: str | None, base: str | None, scratch: bool) -> tuple[nn
 def choose_layout(device: torch.device, num_pictures: float) -> torch.memory_format:
     """Return how weights and pictures lie in memory, if a process computes so many pictures.
 
-    The two layouts round differently and are the same otherwise, so a run may be resumed with
-    --epochs, or on a number of processes, that chooses the other.
+    The two layouts round differently and are the same otherwise.
     """
     if device.type == "cuda" and num_pictures < MANY_PICTURES:
         return torch.contiguous_format
@@ -104,10 +103,7 @@ def choose_layout(device: torch.device, num_pictures: float) -> torch.memory_for
 
 
 class Features(Dataset):
-    """What the last layer gets for the centre of each photo. Call compute() before the first batch.
-
-    They are computed by the network as it is then, in evaluation mode, and cached.
-    """
+    """What the last layer gets for the centre of each photo, once compute() was called."""
 
     def __init__(self, photos: Photos):
         self.photos = photos
@@ -125,7 +121,7 @@ class Features(Dataset):
     ) -> None:
         """Compute them, or read them from the cache. Every process must call this.
 
-        The processes share the work, and the results are the same for any number of them.
+        They are those of the network as it is, in evaluation mode, for any number of processes.
         """
         photos = self.photos
         used = {name: metadata[name] for name in ("model", "size", "mean", "std")}
@@ -157,7 +153,7 @@ def write_timm_folder(run: "Run", network: nn.Module, metadata: dict[str, Any]) 
     """Write RUN_DIR/pretrained, which timm.create_model("local-dir:...", pretrained=True) loads.
 
     Also print which classes were recognised least. Every process must call this, before
-    run.finish(). model.safetensors has only the last layer of a network that was frozen.
+    run.finish().
     """
     write = partial(_write_folder, run.config.run_dir, network, metadata)
     run.results.write_pretrained(run.ema.trained_weights, write)

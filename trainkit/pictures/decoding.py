@@ -57,18 +57,9 @@ def decode_once(
 ) -> tuple[Path, Counter[str], torch.Tensor]:
     """Decode all pictures with all cores, unless the cache has them.
 
-    Raises UsageError, which names all pictures that cannot be read, or if the file cannot be
-    written.
-
-    Args:
-        cells: rows of one column, datasets.Image(decode=False).
-        shape: of what `read` returns.
-        key: the pictures' content and the way of reading, on which the file depends.
-        where: begins the sentence.
-
-    Returns:
-        The file (.npy) of the values of all rows; how many pictures are of which size and mode; and
-        a hash of the values of each row, int64, equal for equal pictures.
+    Return the file (.npy) of the values of all rows, how many are of which form, and a hash of each
+    row, int64. key: the content and the way of reading, on which the file depends. where: begins
+    the sentence of a UsageError, which names all pictures that cannot be read.
     """
     path = Path(datasets.config.HF_DATASETS_CACHE, "pictures", f"{digest(key)}.npy")
     report_path = path.with_suffix(".json")

@@ -23,9 +23,7 @@ def draw_input(
     metadata: dict[str, Any],
     augment: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Draw what the network sees into RUN_DIR/input.png, before training, and say so.
-
-    Call this after run.begin(). If it cannot be drawn, a line says why and the run goes on.
+    """Draw what the network sees into RUN_DIR/input.png; call this after run.begin().
 
     Args:
         train_set, eval_set: those of load_grey or load_photos.

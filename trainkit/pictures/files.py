@@ -48,8 +48,7 @@ def open_upright(
 ) -> tuple[Image.Image, str]:
     """Return a picture, upright, of mode "L" or "RGB", and its form: its size and mode in words.
 
-    With a side, a JPEG is decoded at the smallest scale with sides of at least that. Raises an
-    exception that says what is wrong with the picture.
+    With a side, a JPEG is decoded at the smallest scale with sides of at least that.
     """
     try:
         picture: Image.Image = Image.open(file, formats=PILLOW_FORMATS)
@@ -119,13 +118,9 @@ def pad(values: np.ndarray, side: int) -> np.ndarray:
 def fit_square(
     picture: Image.Image, side: int, fit: Fit | None, seen: int | None = None
 ) -> np.ndarray:
-    """Return a picture as a square, uint8 (side, side) or (side, side, 3).
+    """Return a picture as a square, uint8 (side, side) or (side, side, 3). fit: see PictureConfig.
 
-    Args:
-        fit: "crop" returns the centre square. "pad" shows all of the picture in the middle `seen`
-            pixels, which cut_centre leaves. "squash" changes its shape. None: the centre square,
-            but all of a picture beyond 2 : 1.
-        seen: None: all of the side.
+    "pad" shows all of the picture in the middle `seen` pixels, which cut_centre leaves, or in all.
     """
     width, height = picture.size
     short, longer = sorted(picture.size)

@@ -39,8 +39,6 @@ def find_files(folder: Path, where: str) -> Folder:
     Classes are the subfolders, whatever the files are called, and deeper folders belong to the
     class above them. Splits of pictures are folders called train, test, val and so on, at the top
     level only; splits of tables are words in their names, as for `datasets`.
-
-    where: begins the sentence.
     """
     below = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
     paths = sorted((path.relative_to(folder) for path in below), key=str)
@@ -80,10 +78,8 @@ def seems_data(path: Path) -> bool:
 
 
 def is_picture(path: Path) -> bool:
-    """Return whether a path has the suffix of a picture and is not hidden.
-
-    Files, unlike folders, may begin with _, because many cameras write names such as _DSC0001.JPG.
-    """
+    """Return whether a path has the suffix of a picture and is not hidden."""
+    # Files, unlike folders, may begin with _: many cameras write names such as _DSC0001.JPG.
     shown = path.with_name(path.name.lstrip("_") or "_")
     return bool(PICTURES.fullmatch(path.suffix)) and is_read(shown.as_posix())
 
@@ -109,10 +105,7 @@ def find_split_folders(pictures: list[Path], are_listed: bool, where: str) -> di
 
 
 def hash_files(folder: Path, paths: list[Path]) -> str:
-    """Return one hash of the content of files and of their paths below the folder.
-
-    Equal sizes and times would prove nothing, because `rsync -a` and tar keep them.
-    """
+    """Return one hash of the content of files and of their paths below the folder."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # unlike ThreadPool it needs no /dev/shm
         digests = [*pool.map(digest_file, [folder / path for path in paths])]
     return digest("\0".join([*map(str, paths), *digests]))

@@ -3,16 +3,13 @@
 from collections import Counter
 from typing import Any
 
-import torch
-
 from trainkit.numbers.loaders import InMemory
 from trainkit.pictures.files import read_square
 from trainkit.pictures.flags import GreyConfig
-from trainkit.pictures.sets import Split, load_labelled, load_sets
+from trainkit.pictures.sets import load_labelled, load_sets
 from trainkit.reading.splits import describe_equal
 
-# Defaults for a set like MNIST, and those that differ for a much smaller one, on which the first
-# would take few steps and leave out up to a batch of 128 in each epoch.
+# Defaults for a set like MNIST, and those that differ for a much smaller one.
 LARGE = {"batch_size": 128, "epochs": 3, "drop_last": True}
 SMALL = {"batch_size": 32, "drop_last": False}
 SMALL_SET = 10_000  # pictures; with fewer it is small
@@ -39,7 +36,7 @@ def load_grey(
     """
     options = {"num_held_out": config.validation_split}
     train, held_out, plan = load_labelled(config, read_square, (1, size, size), **options)
-    train_set, eval_set = (InMemory(pixels_of(each), each.labels) for each in (train, held_out))
+    train_set, eval_set = (InMemory(each.read(), each.labels) for each in (train, held_out))
     pictures = describe_pictures(size, train.forms + held_out.forms)
     metadata = {"classes": train.classes, "pictures": pictures, "reading": train.reading}
     lines = {"data": plan.pop("data"), "pictures": pictures["read_as"]}
@@ -72,20 +69,11 @@ def load_unlabelled(
     options: dict[str, Any] = {"eval_data": eval_data, "same_classes": False, "fit": "squash"}
     train, held_out, plan = load_sets(name, read_square, (1, size, size), **options)
     plan |= describe_equal(train.hashes, held_out.hashes, "picture")
-    return InMemory(pixels_of(train)), InMemory(pixels_of(held_out)), plan
-
-
-def pixels_of(side: Split) -> torch.Tensor:
-    """Return the values of all pictures of a side."""
-    return side.read(torch.arange(len(side.rows)))
+    return InMemory(train.read()), InMemory(held_out.read()), plan
 
 
 def describe_pictures(size: int, forms: Counter[str]) -> dict[str, Any]:
-    """Describe files of these forms, as JSON.
-
-    read_as: in words, for example `32 x 32 RGB read as 28 x 28 grey`. shape: width and height if
-    they are the same for all files, else None.
-    """
+    """Describe files of these forms, as JSON: "read_as" in words, and "shape", if all have one."""
     kinds = [form for form, _ in forms.most_common()]
     shapes = {tuple(map(int, form.split()[:3:2])) for form in kinds}
     others = f" and {len(kinds) - 1} other kinds" if len(kinds) > 1 else ""

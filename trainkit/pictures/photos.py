@@ -1,8 +1,4 @@
-"""Colour photos in the folders of their classes, decoded once into a file of uint8 squares.
-
-A batch maps the file into memory for as long as it takes to copy its rows, so on a CPU the process
-needs no more memory for more pictures. On a GPU up to 1 GiB of photos lies there.
-"""
+"""Colour photos in the folders of their classes, decoded once into a file of uint8 squares."""
 
 from typing import Any, NamedTuple
 
@@ -40,9 +36,7 @@ class Photos(Dataset):
         self.split = split
         self.classes = split.classes
         self.labels = split.labels.to(device)
-        self.pixels = None
-        if device is not None:
-            self.pixels = split.read(torch.arange(len(self))).to(device)
+        self.pixels = None if device is None else split.read().to(device)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -48,9 +48,10 @@ class Split(NamedTuple):
         kept = {name: getattr(self, name)[indices] for name in ("rows", "labels", "hashes")}
         return self._replace(**kept)
 
-    def read(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the values of samples. The file is mapped anew: mapped pages count as memory."""
-        return torch.from_numpy(np.load(self.path, mmap_mode="r")[self.rows[indices].numpy()])
+    def read(self, indices: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the values of samples, or of all. Mapped anew, because pages count as memory."""
+        rows = self.rows if indices is None else self.rows[indices]
+        return torch.from_numpy(np.load(self.path, mmap_mode="r")[rows.numpy()])
 
 
 def load_labelled(
@@ -89,15 +90,9 @@ def load_sets(
 ) -> tuple[Split, Split, dict[str, str]]:
     """Return the pictures to train and to evaluate on, decoded once and cached, and plan lines.
 
-    If a part of the training pictures is held out, equal ones are on the same side. Raises
-    UsageError.
-
-    Args:
-        name, label, eval_data, same_classes: see find_sides.
-        read: decodes a picture to uint8 values of this shape: (1, side, side), or (side, side, 3)
-            in colour.
-        num_held_out: evaluate on so many training pictures, whatever other splits there are.
-        how: what `read` gets too.
+    If a part of the training pictures is held out, equal ones are on the same side. For the first
+    options see find_sides. num_held_out: evaluate on so many training pictures, whatever other
+    splits there are. how: what `read`, which decodes to uint8 values of this shape, gets too.
     """
     sides, given, unread = find_sides(name, label, eval_data, same_classes, bool(num_held_out))
     train, *others = decode_sides(sides, read, shape, how)
@@ -113,10 +108,7 @@ def load_sets(
 def decode_sides(
     sides: list[Labelled], read: Read, shape: tuple[int, ...], how: dict[str, Any]
 ) -> list[Split]:
-    """Decode the pictures of each side. Raises UsageError if it is not clear which value is white.
-
-    It is not if pictures of more than 8 bits are nearly black by the usual range.
-    """
+    """Decode the pictures of each side, and ask for white if deep ones are nearly black."""
     reading = {"fit": how["fit"], "greys": how.get("greys", {})}
     splits = []
     for rows, labels, classes, where in sides:

@@ -40,15 +40,10 @@ def find_sides(
 ) -> tuple[list[Labelled], str, list[str]]:
     """Return the pictures to train and to evaluate on, what these are, and which are neither.
 
-    Evaluated are those of `eval_data`, or else the first of the test and the validation split that
-    has labels; if there is none, these are missing, and "" says what they are. Raises UsageError.
-
-    Args:
-        name: a folder, a file of rows or a Hub id.
-        label: column of the classes; None: the only column that can be one.
-        eval_data: another folder, file or Hub id: its own test or validation split, or all of it.
-        same_classes: refuse a class that is not trained on. False: classes do not matter.
-        held_out: a part of the training pictures is, whatever other splits there are.
+    Evaluated are those of `eval_data` (its own test or validation split, or all of it), or else the
+    first of the test and the validation split that has labels, unless some are to be held out; with
+    "" there are none. label: column of the classes, None: the only one that can be. same_classes:
+    refuse a class that is not trained on.
     """
     where = f"--dataset {name}"
     parts = open_dataset(name, where)
@@ -73,10 +68,9 @@ def find_sides(
 
 
 def open_dataset(name: str, where: str) -> dict[str, datasets.Dataset]:
-    """Return the splits of a folder, a file of rows or a Hub data set. Raises UsageError.
+    """Return the splits of a folder, a file of rows or a Hub data set; "" are parts in none.
 
-    The fingerprint of a folder's split is computed from the content of its files. What is not read
-    is printed. "" are parts of a data set of the Hub that are in no split.
+    The fingerprint of a folder's split is computed from the content of its files.
     """
     datasets.disable_progress_bars()
     folder = Path(name)
@@ -137,10 +131,7 @@ def load_tables(
 def choose_part(
     parts: dict[str, datasets.Dataset], where: str, label: str | None, other: bool
 ) -> tuple[str, list[str]]:
-    """Return the split to evaluate on, "" if there is none, and those that are not read.
-
-    other: none of these is, because something else is evaluated.
-    """
+    """Return the split to evaluate on, "" if there is none or something else is, and the unread."""
 
     def is_labelled(split: str) -> bool:
         rows = parts[split]
@@ -165,10 +156,7 @@ def choose_column(rows: datasets.Dataset, where: str, label: str | None) -> str:
 
 
 def values_of(rows: datasets.Dataset, column: str) -> pd.Series:
-    """Return the values of a column, where the name of a class stands for its number.
-
-    On the Hub -1 stands for no class; it becomes a missing value.
-    """
+    """Return the values of a column, names for numbers of classes; -1 is missing, as on the Hub."""
     table = rows.select_columns([column]).with_format("arrow")[:]
     values = table.column(column).to_pandas(integer_object_nulls=True).astype(object)
     names = getattr(rows.features[column], "names", None)  # of a ClassLabel
@@ -178,11 +166,9 @@ def values_of(rows: datasets.Dataset, column: str) -> pd.Series:
 def label_rows(
     rows: datasets.Dataset, where: str, label: str | None, classes: list[str] | None = None
 ) -> Labelled:
-    """Return pictures with their classes. Raises UsageError.
+    """Return pictures with their classes, numbered by those of another split if they are given.
 
-    The names are those of a ClassLabel, or the values of the column in sorted order, in NFC.
-
-    classes: the names of another split, by which the labels of this one are numbered.
+    Else their names are those of a ClassLabel, or the values of the column in sorted order, in NFC.
     """
     images = [name for name, kind in rows.features.items() if isinstance(kind, datasets.Image)]
     if len(images) != 1:
