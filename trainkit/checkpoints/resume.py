@@ -12,9 +12,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from trainkit.checkpoints import sharded
 from trainkit.checkpoints.hashing import hash_fixed, text_of
 from trainkit.checkpoints.mirror import Mirror, open_mirror
+from trainkit.checkpoints.sharded import hash_frozen
 from trainkit.config import TrainingConfig
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.hashes import digest
@@ -155,10 +155,9 @@ def fingerprint_run(
     }
     if started_from:
         fingerprint["start_from"] = started_from
-        sharded.HASHED.clear()  # the file may have replaced frozen weights
     for number, model in enumerate(prepared_models(accelerator)):
-        frozen = sharded.HASHED.get(model) or sharded.hash_frozen(model)
-        fingerprint |= {f"{name} of model {number}": value for name, value in frozen.items()}
+        frozen = hash_frozen(model).items()
+        fingerprint |= {f"{name} of model {number}": value for name, value in frozen}
     check_same(accelerator, fingerprint)
     return fingerprint
 

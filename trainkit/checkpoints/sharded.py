@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -43,9 +42,6 @@ from trainkit.repairs.replaced import (
 
 Tensors = dict[str, torch.Tensor]
 
-# By model the hashes of its frozen weights, from before it was sharded: see hash_frozen.
-HASHED = WeakKeyDictionary[nn.Module, dict[str, str]]()
-
 
 def shard(accelerator: Accelerator) -> None:
     """Make accelerator.prepare(...) shard the model, if the launch asks for it. Call this first."""
@@ -64,7 +60,13 @@ def shard(accelerator: Accelerator) -> None:
             "fsdp_offload_params: see accelerate_configs/2cpu_fsdp.yaml"
         )
 
-    _use(accelerator, plugin)
+    plugin.activation_checkpointing = False  # get_ready does it
+    bf16 = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
+    shard_models(accelerator, plugin, bf16)
+    if (copies := num_copies(accelerator.num_processes)) > 1:
+        others = f"the others of {copies} copies of the model, to make the groups of its mesh,"
+        with deadline(accelerator.init_handler.timeout, others):
+            copy_shards(accelerator, copies)
     wrap_method(accelerator, "prepare", partial(_prepare_sharded, accelerator))
 
 
@@ -110,22 +112,11 @@ def _move_state(
             optimizer.state[new] = {name: rows_of(new, value) for name, value in state.items()}
 
 
-def _use(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    plugin.activation_checkpointing = False  # get_ready does it
-    bf16 = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
-    shard_models(accelerator, plugin, bf16)
-    if (copies := num_copies(accelerator.num_processes)) > 1:
-        others = f"the others of {copies} copies of the model, to make the groups of its mesh,"
-        with deadline(accelerator.init_handler.timeout, others):
-            copy_shards(accelerator, copies)
-
-
 def make(accelerator: Accelerator, build: Callable[[], nn.Module]) -> nn.Module:
     """Return build(). If the run is sharded, each process only keeps its rows of the weights.
 
     The first process builds the whole model on the CPU and sends it to the others, which build it
-    on the meta device. Every process must call this. Raises UsageError if build() fails there, for
-    example because it reads weights; then call it without this function, on every process.
+    on the meta device. Every process must call this. Raises UsageError if build() fails there.
     """
     if not accelerator.is_fsdp2:
         return build()
@@ -194,8 +185,7 @@ def get_ready(accelerator: Accelerator, model: nn.Module, is_whole: bool = True)
     plugin = accelerator.state.fsdp_plugin
     if is_whole and not plugin.cpu_ram_efficient_loading:
         # Each process keeps some rows: if weights differed, the model would be a mixture.
-        HASHED[model] = hash_frozen(model)
-        check_same(accelerator, HASHED[model])
+        check_same(accelerator, hash_frozen(model))
         for value in state_of(model).values():  # as DDP does
             value.copy_(broadcast(value.to(accelerator.device.type)))
     if FullyShardedDataParallelPlugin().activation_checkpointing:
@@ -237,7 +227,7 @@ def _share_buffers(model: nn.Module, *_: Any) -> None:
 def gathered(tree: Any, keep: bool) -> Any:
     """Return the tree with all rows of its tensors, on the CPU; None for them without `keep`.
 
-    Every process must call this. A process that does not write the rows need not keep them.
+    Every process must call this.
     """
 
     def gather(value: torch.Tensor) -> torch.Tensor | None:
@@ -248,10 +238,7 @@ def gathered(tree: Any, keep: bool) -> Any:
 
 
 def rows_of(like: Any, value: Any) -> Any:
-    """Return this process's rows of a whole tensor if `like` is sharded, otherwise the tensor.
-
-    Scalars, and values that are not tensors, are the same on all processes.
-    """
+    """Return this process's rows of a whole tensor if `like` is sharded, otherwise the value."""
     if not hasattr(like, "full_tensor") or not getattr(value, "shape", ()):
         return value
     from torch.distributed.tensor import distribute_tensor
