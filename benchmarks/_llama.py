@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
             note("saves", rank)
         from transformers import ByT5Tokenizer
 
-        run.results.write_weights(run.ema.trained_weights)
+        run.results.write_weights()
         note("writes the weights", rank)
         write_pretrained(run, ByT5Tokenizer(), "none", save_float32=True)
         note("writes pretrained/", rank)

@@ -150,7 +150,7 @@ def test_a_run_with_other_weights_of_samples_is_another_one(start, whole):
     "wrong, sentence",
     [
         ("SIZES", "different trailing sizes in different processes, .*mask="),
-        ("COUNT", r"count= of run.steps\(...\) and what run.step_mean\(..., over='tokens'\) sel"),
+        ("COUNT", r"count= of run.steps\(...\) and what run.step_mean\(...\) selects differ"),
     ],
 )
 def test_what_one_process_gives_otherwise_ends_all(start, tmp_path, wrong, sentence):

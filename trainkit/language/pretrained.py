@@ -157,7 +157,7 @@ def write_pretrained(
         if merge and is_adapter:
             _write_merged(model.generation_config, tokenizer, base, folder)
 
-    run.results.write_pretrained(run.ema.trained_weights, write)
+    run.results.write_pretrained(write)
 
 
 def write_weights(model: Any, path: Path, folder: Path, dtype: torch.dtype | None) -> None:

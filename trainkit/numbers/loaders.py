@@ -1,8 +1,7 @@
 """The order of the samples is a pure function of (seed, epoch, position): no state is saved.
 
-Random numbers for a sample, such as its augmentation, depend on (seed, epoch, sample) alone. So a
-resumed run, and runs with other numbers of workers or processes, see the same samples in the same
-order with the same augmentation.
+So a resumed run, and runs with other numbers of workers or processes, see the same samples in the
+same order, with the same random numbers for each sample.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +33,7 @@ class Slots:
     """The slots of a batch, and the sample indices in them. A short batch fills only some slots.
 
     len() counts the slots, because Accelerate gives each process a slice of every batch and needs
-    all batches to be equally long. A process gets no sample only if there are fewer samples than
-    processes; the main process always gets at least one.
+    all batches to be equally long.
     """
 
     def __init__(self, values: torch.Tensor | Sequence[int], num_slots: int):
@@ -71,20 +69,17 @@ class EpochBatches(Sampler):
 
     A batch is a `Slots`, a micro-batch for all processes; Accelerate gives each process its slice
     (split_batches=True). A short last batch of an epoch is dropped or shared out as it is: no
-    sample comes twice, and all processes have equally many batches. Time and memory do not depend
-    on the number of samples.
+    sample comes twice, and all processes have equally many batches.
 
     Args:
         batch_size: samples per optimizer step over all processes, or in a batch to evaluate.
-        seed: seed of the shuffle; None yields the samples in their own order.
-        order: order(epoch, start, stop) returns the indices at start <= position < stop of an
-            epoch, int64; None yields each sample once, shuffled by seed.
-        accumulate: micro-batches per optimizer step; divides batch_size.
+        seed: of the shuffle; None yields the samples in their own order.
+        order: see make_loaders; None yields each sample once.
         num_processes: no batch to evaluate has fewer samples, if that is possible, so that no
             process gets a padding sample, which a metric of the script's own would count.
 
     Attributes:
-        device: the device of the indices.
+        device: of the indices.
         is_custom: the order is the script's own, or depends on the version of this code, as it does
             with more than NUM_HELD samples. A checkpoint then records a hash of it.
     """
@@ -192,11 +187,10 @@ class WholeBatches(Dataset):
 
     A process that gets no sample of a short batch gets a padding sample, the first one of the set,
     so that it takes part in the step; Run does not count it. The generators of torch, numpy and
-    random are seeded before each call. For `dataset.__getitem__` the seed is (seed, epoch, sample
-    index), so random transforms give the same result with any number of workers and processes. For
-    `dataset.__getitems__` it is (seed, epoch, first sample index, length), so they give the same
-    result in every run with this number of processes and micro-batches. For `dataset.make_batch`
-    nothing is seeded, so it must not use random numbers.
+    random are seeded before each call: of `dataset.__getitem__` by (seed, epoch, sample index), so
+    that random transforms give the same with any number of workers and processes; of
+    `dataset.__getitems__` by (seed, epoch, first sample index, length). `dataset.make_batch` must
+    not use random numbers.
 
     Args:
         epoch: of the samples, shared with loader workers.
@@ -260,9 +254,8 @@ def has_transform(dataset: Dataset) -> bool:
 def batch_method(dataset: Dataset, may_make_batch: bool) -> str:
     """The name of the method that makes samples, from the most derived class that has one.
 
-    A subclass may inherit a faster method and override `__getitem__`. __getitems__ of Subset and
-    StackDataset merely delegates, and a datasets.Dataset gives all samples to its transform at
-    once, but random transforms must be seeded for each sample.
+    __getitems__ of Subset and StackDataset merely delegates, and a datasets.Dataset gives all
+    samples to its transform at once, but random transforms must be seeded for each sample.
     """
     passes_on = isinstance(dataset, Subset | StackDataset) or has_transform(dataset)
     names = ["make_batch"] * may_make_batch + ["__getitems__"] * (not passes_on) + ["__getitem__"]

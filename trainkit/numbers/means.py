@@ -84,12 +84,9 @@ class NotYet(torch.Tensor):
 class RunningMeans:
     """Means of the values of an epoch over all processes. Adding does not wait for the device.
 
-    `add_all` adds up the values of each name on the device, in float64. `flush` adds these sums up
-    over the processes, and adds them to the totals of the epoch on the host; it waits for the
-    device. Every process must add the same names, in any order.
+    Every process must add the same names, in any order.
 
-    Args:
-        gather: like gather_object, which waits for a GPU; Signals.gather does not.
+    gather: like gather_object, which waits for a GPU; Signals.gather does not.
     """
 
     def __init__(self, accelerator: Accelerator, gather: Callable[[list], list] = gather_object):
@@ -244,11 +241,7 @@ class Divisors:
     ) -> int | torch.Tensor:
         """Return what the sum of a mean is divided by before backward.
 
-        Args:
-            count: of this process's values; of the whole step if nothing selects from them.
-            selection: a mask or weights.
-            over: the name by which count= gives its count.
-            micro_batch: its number in the step.
+        count: of this process's values; of the whole step if nothing selects from them.
         """
         if selection is None and over is None:
             return count

@@ -31,11 +31,9 @@ def make_optimizer(
 
     `parameters` are those of a model, or groups of them, each of which may have its own "lr" and
     "weight_decay". A schedule keeps the ratios of the learning rates.
-
-    It is not fused under fp16, because GradScaler lets a fused optimizer skip a step by itself, and
-    Accelerate then counts the skipped step as made.
     """
     sharded_sgd = config.optimizer == "sgd" and accelerator.is_fsdp2  # torch cannot fuse it
+    # Under fp16 a fused optimizer skips a step by itself, which Accelerate counts as made.
     options: dict[str, Any] = {
         "lr": config.peak_learning_rate,
         "weight_decay": config.weight_decay,
@@ -54,10 +52,7 @@ def weights_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, float]:
-    """The rate of the first group of each optimizer, by its name in metrics.jsonl.
-
-    It may be a tensor, and is NaN for an optimizer that finds it by itself (lr=None).
-    """
+    """The rate of the first group of each optimizer; NaN if it finds it by itself (lr=None)."""
     rates = [optimizer.param_groups[0].get("lr") for optimizer in optimizers]
     numbers = [math.nan if rate is None else float(rate) for rate in rates]
     return {f"learning_rate_{n}" if n else "learning_rate": r for n, r in enumerate(numbers)}
@@ -72,11 +67,8 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def clip_gradients(
     accelerator: Accelerator, max_norm: float, *optimizers: torch.optim.Optimizer
 ) -> torch.Tensor:
-    """Clip the joint norm of the gradients of prepared optimizers; return the norm before that.
-
-    Under fp16 the gradients are unscaled first, as accelerator.clip_grad_norm_ does.
-    """
-    if accelerator.scaler is not None:
+    """Clip the joint norm of the gradients of prepared optimizers; return the norm before that."""
+    if accelerator.scaler is not None:  # as accelerator.clip_grad_norm_ does
         for optimizer in optimizers:
             accelerator.unscale_gradients(optimizer)
     weights = weights_of(*optimizers)
@@ -154,9 +146,8 @@ def make_scheduler(
 def keep_when_loading(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer keep its kernels, and the layout of its state, when a state is loaded.
 
-    A saved parameter group also records whether it was fused, which depends on the precision of the
-    run that saved it. Raises UsageError, when loading, if shapes differ and the kernel is fused: a
-    fused kernel would read beyond the end of the state.
+    Raises UsageError, when loading, if shapes differ and the kernel is fused: a fused kernel would
+    read beyond the end of the state.
     """
     optimizer.register_load_state_dict_pre_hook(_keep_kernels)
     optimizer.register_load_state_dict_post_hook(_fit_state)

@@ -23,8 +23,7 @@ NUM_ROUNDS = 6  # of the Feistel network; with 4, neighbours too often stay neig
 def key(*parts: int | str) -> int:
     """Mix integers and names into one 63-bit key; every part changes about half of its bits.
 
-    A name says what the key is for, so that two uses of one seed have nothing in common: the order
-    of the samples is of key("order", seed, epoch).
+    A name says what the key is for, so that two uses of one seed have nothing in common.
     """
     mixed = 0
     for part in parts:
@@ -59,8 +58,7 @@ def scramble(positions: torch.Tensor, num: torch.Tensor, number: torch.Tensor) -
     """Like permute, but num and number may differ by position, and no permutation is in memory.
 
     It is a Feistel network (Luby, Rackoff 1988) over the next power of two. A result outside of
-    range(num) is put through it again (cycle walking; Black, Rogaway 2002). For num below about 100
-    the permutations are not all equally likely.
+    range(num) is put through it again (cycle walking; Black, Rogaway 2002).
     """
     bits = torch.frexp((num - 1).double()).exponent.long().clamp(min=2)
     low = bits // 2
@@ -242,10 +240,7 @@ class Dropout(nn.Dropout):
 def seed_dropout(
     layers: Sequence[Dropout], device: torch.device, first: int, *position: int, num_samples: int
 ) -> None:
-    """Choose the masks of a forward pass by the position: seed, epoch and step of the epoch.
-
-    `first` is the number in the step of this process's first sample, of num_samples.
-    """
+    """Choose the masks of a forward pass: position is seed, epoch and step of the epoch."""
     for number, layer in enumerate(layers):
         if layer.key_and_first is None:
             layer.key_and_first = torch.zeros(2, dtype=torch.int64, device=device)

@@ -156,7 +156,7 @@ def write_timm_folder(run: "Run", network: nn.Module, metadata: dict[str, Any]) 
     run.finish().
     """
     write = partial(_write_folder, run.config.run_dir, network, metadata)
-    run.results.write_pretrained(run.ema.trained_weights, write)
+    run.results.write_pretrained(write)
 
 
 def _write_folder(run_dir: Path, network: nn.Module, metadata: dict[str, Any]) -> None:

@@ -52,9 +52,8 @@ def read_samples(dataset: Dataset, indices: torch.Tensor) -> Iterator[Any]:
 def fingerprint_set(dataset: Any) -> tuple[list[str], list[dict[str, str]], set[str]]:
     """What identifies a data set: hashes, and the entries of some samples, of which some are drawn.
 
-    The hashes are of all tensors of an InMemory set; of what fingerprint() of a set returns; of all
-    of a set that is held in memory. Of other sets there are NUM_HASHED samples spread over it, and
-    the names of the entries that differ if a sample is made twice.
+    Of a set that is not held in memory there are NUM_HASHED samples spread over it, and the names
+    of the entries that differ if a sample is made twice.
     """
     if isinstance(dataset, InMemory):
         return [digest(text_of(dataset.tensors))], [], set()
@@ -82,7 +81,6 @@ def load_checked(
     """Return load_data(config), and hashes of the sets that it begins with, by name.
 
     A set with fingerprint() has one for each of its files, so that a message can name the file.
-    One process per file system calls load_data first, to fill caches. Every process must call this.
     """
     data = nodes.first_on_each_node(accelerator, lambda: load_data(config), config.time_limit)
     if not isinstance(data, tuple | list) or len(data) < 2:

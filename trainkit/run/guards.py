@@ -19,11 +19,7 @@ from torch import nn
 from trainkit.errors import LoneFailure, RunFailure
 from trainkit.launch.contact import own_rank
 from trainkit.numbers.optim import BY_STEP, total_norm, weights_of
-from trainkit.repairs.private_names import (
-    named_weights,
-    prepared_optimizers,
-    prepared_schedulers,
-)
+from trainkit.repairs.private_names import named_weights, prepared_optimizers, prepared_schedulers
 from trainkit.repairs.replaced import watch
 from trainkit.text import shorten
 
@@ -67,10 +63,7 @@ def need(run: Any, call: str, *stages: str) -> None:
 
 
 def allowed(*stages: str, then: str | None = None) -> Callable[[Callable], Callable]:
-    """Decorate a method that may be called only in these stages; `then` is the stage after it.
-
-    Without `then` the stage does not change.
-    """
+    """Decorate a method that may be called only in these stages; `then`: the stage after it."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
@@ -90,8 +83,7 @@ class LoopGuard:
 
     Attributes:
         num_left: steps that are still looked at for the mean, and by Run for more that costs time.
-        smallest, left: the smallest trained weight of each optimizer, and what its gradient was in
-            the last step, until zero_grad() is called.
+        left: a gradient of each optimizer in its last step, until zero_grad() is called.
         in_window: the step has earlier micro-batches, and no optimizer was stepped yet.
         positions: how often each schedule of make_scheduler was stepped until the last step's end.
     """
@@ -99,15 +91,11 @@ class LoopGuard:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.num_left = NUM_WATCHED
-        self.smallest: dict[torch.optim.Optimizer, torch.Tensor] = {}
         self.left: dict[torch.optim.Optimizer, torch.Tensor | None] = {}
         self.in_window = self.has_mean = self.has_gradient = False
         self.positions: dict[Any, int] = {}
         for prepared in prepared_optimizers(accelerator):
             optimizer = prepared.optimizer
-            weights = weights_of(optimizer)
-            trained = [weight for weight in weights if weight.requires_grad] or weights
-            self.smallest[optimizer] = min(trained, key=torch.numel)
             watch(optimizer, "zero_grad", partial(self._note_zeroed, optimizer))
 
     def _note_zeroed(self, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
@@ -137,7 +125,8 @@ class LoopGuard:
 
     def enter_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if the gradients of the last step are still in those of this one."""
-        gradient = self.smallest[optimizer].grad
+        gradients = (weight.grad for weight in weights_of(optimizer))
+        gradient = next((one for one in gradients if one is not None), None)
         if gradient is not None and gradient is self.left.get(optimizer):
             raise RuntimeError(
                 "optimizer.zero_grad() was not called since the last step, whose gradients are "
@@ -146,10 +135,7 @@ class LoopGuard:
         self.left[optimizer] = gradient
 
     def finish_step(self, stepped: Set[torch.optim.Optimizer]) -> None:
-        """Raise RuntimeError unless each schedule of make_scheduler moved once with its optimizer.
-
-        stepped: the optimizers that were stepped; none if fp16 skipped the step.
-        """
+        """Raise RuntimeError unless each schedule of make_scheduler was stepped once."""
         schedules = (prepared.scheduler for prepared in prepared_schedulers(self.accelerator))
         positions = {each: each.last_epoch for each in schedules if each in BY_STEP}
         for schedule, now in positions.items():
@@ -193,7 +179,7 @@ class EqualSizes:
     """Refuses values (samples, ...) with different trailing sizes where one mean goes over them.
 
     Such values were padded, each batch to its own longest sample, so their mean would depend on how
-    the samples are shared out to processes and batches. Each step has means of its own.
+    the samples are shared out.
     """
 
     def __init__(self):
@@ -201,10 +187,7 @@ class EqualSizes:
         self.sizes: dict[tuple[int, str, int], tuple[int, ...]] = {}  # since the last comparison
 
     def check(self, call: str, values: torch.Tensor, num_samples: int, number: int = 0) -> None:
-        """Raise RuntimeError if earlier values had other sizes, or these have not a row a sample.
-
-        number: of calls with the same name in a micro-batch.
-        """
+        """Raise RuntimeError if values of earlier calls with this number had other sizes."""
         check_rows(call, values, num_samples)
         if values.ndim > 1 and num_samples:
             self._compare({(self.num_steps, call, number): tuple(values.shape[1:])})
@@ -229,10 +212,9 @@ class EqualSizes:
 class FiniteGuard:
     """Stops all processes at the first step whose gradient is not finite.
 
-    All processes see the same norm, that of averaged gradients. On a GPU it is read one step late,
-    because reading it makes the host wait for the device: the weights in memory may be lost by
-    then, the checkpoints are not. Under fp16 GradScaler skips a step that overflows, and only
-    MAX_SKIPPED such steps in a row are an error.
+    All processes see the same norm. On a GPU it is read one step late, because reading it makes the
+    host wait for the device: the weights in memory may be lost by then, the checkpoints are not.
+    Under fp16 GradScaler skips a step that overflows, and only MAX_SKIPPED in a row are an error.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -243,11 +225,7 @@ class FiniteGuard:
         self.num_skipped = 0  # in a row, under fp16
 
     def check(self, grad_norm: torch.Tensor, losses: Sequence[torch.Tensor], step: str) -> None:
-        """Call between backward and optimizer.step(), in every process, when gradients are synced.
-
-        `losses` are this process's shares; error messages give their sums over the processes.
-        Raises RunFailure on all processes.
-        """
+        """Check the norm of averaged gradients; losses: this process's shares, for the message."""
         self._read_pending(before=step)
         self.step = step
         if self.accelerator.scaler is None:

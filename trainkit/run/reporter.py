@@ -39,8 +39,7 @@ class Reporter:
     def start(self, progress: Progress, num_done_at_start: int, last_step: int) -> None:
         """Begin the steps of an epoch, of whose samples num_done_at_start were already trained on.
 
-        On a terminal there is one bar over the steps of the whole run. Its time left is estimated
-        from the mean speed since this process's first step, including evaluations and saves.
+        On a terminal there is one bar over the steps of the whole run.
         """
         self.num_done_at_start = num_done_at_start
         self.last_loss = ""
@@ -66,10 +65,7 @@ class Reporter:
         rates: dict[str, float],
         norms: dict[str, torch.Tensor],
     ) -> None:
-        """Write a row of metrics.jsonl: the losses since the last one, and of this step the rest.
-
-        It waits for the device. Every process must call this.
-        """
+        """Write a row of metrics.jsonl: the losses since the last one, the rest of this step."""
         flushed = means.flush("train")
         losses = {name: mean for name, mean in flushed.items() if name.startswith("train_loss")}
         numbers = {name: norm.item() for name, norm in norms.items()}
@@ -112,10 +108,7 @@ class Reporter:
         means: dict[str, float],
         metrics: dict[str, Any],
     ) -> None:
-        """Write a row of metrics.jsonl and of timing.jsonl, and print a line.
-
-        num_done: samples of this epoch that are done. Every process must call this.
-        """
+        """Write a row of metrics.jsonl and of timing.jsonl, and print a line."""
         metrics = processes.agree(self.accelerator, metrics)
         if not is_evaluation(metrics) or means.keys() & metrics.keys():
             raise RuntimeError(
@@ -127,11 +120,9 @@ class Reporter:
         progress.metrics_step = progress.step
         num_trained = num_done - self.num_done_at_start
         self.accelerator.log(progress.metrics, step=progress.step)
-        seconds = {
-            "train_seconds": self.train_seconds,
-            "eval_seconds": time.perf_counter() - self.evaluated_at,
-        }
-        self.tracker.log_timing({"step": progress.step, **seconds, "train_samples": num_trained})
+        row = {"step": progress.step, "train_seconds": self.train_seconds}
+        row["eval_seconds"] = time.perf_counter() - self.evaluated_at
+        self.tracker.log_timing(row | {"train_samples": num_trained})
         num_epochs = progress.epoch + progress.step_in_epoch / length.steps_per_epoch
         epoch = f"{round(num_epochs, 2):g}/{self.config.epochs}"
         rate = num_trained / self.train_seconds

@@ -1,7 +1,4 @@
-"""Write the files that a run leaves: run.json, weights, predictions, DONE and pictures.
-
-Also best.safetensors of --keep-best, the weights that the first model had at the best evaluation.
-"""
+"""Write the files that a run leaves: run.json, weights, predictions, DONE and pictures."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,17 +24,12 @@ from trainkit.store.weights import check_writable, numbered, write_tensors
 from trainkit.text import count, first_sentence
 
 Predictions = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors, metadata
-TrainedWeights = Callable[[], AbstractContextManager]
 
 
 class Results:
-    """Writes into the run folder. Every process must call each method.
+    """Writes into the run folder. Every process must call each method; see Run.begin.
 
     Raises RunFailure on all of them, for example if the disk is full.
-
-    Args:
-        metadata: saved with the weights, as JSON.
-        save_frozen: False leaves out frozen weights that are as at the start, as checkpoints do.
     """
 
     def __init__(
@@ -47,13 +39,15 @@ class Results:
         frozen: Frozen,
         metadata: dict[str, Any],
         save_frozen: bool,
+        trained_weights: Callable[[], AbstractContextManager],
     ):
-        self.accelerator = accelerator
-        self.config = config
+        """trained_weights: that of EMA."""
+        self.accelerator, self.config = accelerator, config
         self.run_dir = config.run_dir
         self.frozen = frozen
         self.metadata = metadata
         self.save_frozen = save_frozen
+        self.trained_weights = trained_weights
         self.has_weights = False
 
     def write_best(self, step: int) -> None:
@@ -64,22 +58,22 @@ class Results:
         if predictions is not None:
             self._write(records.PREDICTIONS, *predictions)
 
-    def write_weights(self, trained_weights: TrainedWeights) -> None:
-        """Write the weights, unless they have been written; trained_weights: that of EMA."""
+    def write_weights(self) -> None:
+        """Write the weights, unless they have been written."""
         if self.has_weights:
             return
         if self.config.ema:
-            with trained_weights():
+            with self.trained_weights():
                 self._write_models("raw.safetensors")
         self._write_models("model.safetensors")
         self.has_weights = True
 
-    def write_pretrained(self, trained_weights: TrainedWeights, write: Callable[[], None]) -> None:
+    def write_pretrained(self, write: Callable[[], None]) -> None:
         """Write the weights; then the main process calls `write`, which makes pretrained/ of them.
 
         Call this before run.finish(), so that no finished run is without the folder.
         """
-        self.write_weights(trained_weights)
+        self.write_weights()
         what = f"{self.run_dir / 'pretrained'} cannot be written"
         with failing_together(self.accelerator, what, RunFailure):
             try:
@@ -91,18 +85,14 @@ class Results:
     def finish(
         self,
         progress: Progress,
-        trained_weights: TrainedWeights,
         next_command: str,
         say: Callable[[str], None],
         finish_mirror: Callable[[], None],
     ) -> None:
-        """Write weights and pictures, say so, complete the mirror, and write DONE last.
-
-        If a picture cannot be drawn, the message says so and the run does not fail.
-        """
+        """Write weights and pictures, say so, complete the mirror, and write DONE last."""
         config = self.config
         messages = names = ""
-        self.write_weights(trained_weights)
+        self.write_weights()
         if config.pictures and self.accelerator.is_main_process:
             try:
                 from trainkit.plots.figures import draw_run  # here: matplotlib takes long

@@ -2,8 +2,7 @@
 
 A script calls load and begin. Then, in each of epochs(): for each batch of steps() it calls
 step_mean, add, end_step and, if that returns True, save; then end_epoch. At last it calls finish.
-It passes one value for each sample (or token), and Run computes the means over processes and
-micro-batches. Run never calls the model, backward or step, and never looks into a batch.
+Run never calls the model, backward or step, and never looks into a batch.
 """
 
 import signal
@@ -48,9 +47,8 @@ from trainkit.text import check_json
 class Run:
     """A context manager. Every process must make every call, in the order given above.
 
-    A call out of order raises RuntimeError, which names the call that comes next. However the body
-    ends, signal handlers are restored and the run folder is released. There may be one model and
-    optimizer or several, with their schedules; all must go through accelerator.prepare.
+    A call out of order raises RuntimeError, which names the call that comes next. There may be one
+    model and optimizer or several, with their schedules; all must go through accelerator.prepare.
     --start-from and --keep-best apply to the first model. Trackers show the run under `project`.
 
     Attributes:
@@ -133,7 +131,9 @@ class Run:
         self.resources.callback(self.step.release)
         self.means = RunningMeans(accelerator, self.signals.gather)
         self.ema = EMA(models, config.ema, self.prepared.optimizers)
-        self.results = Results(accelerator, config, frozen, metadata, save_frozen)
+        self.results = Results(
+            accelerator, config, frozen, metadata, save_frozen, self.ema.trained_weights
+        )
         contents = Contents(accelerator, frozen, self.ema.values, fixed, fingerprint)
         self._open_folder(contents, fingerprint)
         if self.progress.step == 0 and started_from:
@@ -483,9 +483,8 @@ class Run:
             raise out_of_order("run.finish()", self.stage)
         wait_for_all(self.accelerator, self.config.time_limit)
         self.checkpoints.commits.wait()
-        command = next_command or self.next_command
-        trained, mirror = self.ema.trained_weights, self.checkpoints.finish_mirror
-        self.results.finish(self.progress, trained, command, self.print, mirror)
+        command, mirror = next_command or self.next_command, self.checkpoints.finish_mirror
+        self.results.finish(self.progress, command, self.print, mirror)
         self.stage = "over"
         leave_if_missed(self.config, self.progress.metrics, self.print)
         return dict(self.progress.metrics)

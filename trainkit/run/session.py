@@ -11,11 +11,7 @@ from trainkit.checkpoints.resume import check_given
 from trainkit.config import TrainingConfig
 from trainkit.launch import environment, nodes, processes
 from trainkit.launch.signals import Signals
-from trainkit.launch.startup import (
-    compute_float32_in_full,
-    keep_printing,
-    refuse_pickled_code,
-)
+from trainkit.launch.startup import compute_float32_in_full, keep_printing, refuse_pickled_code
 from trainkit.repairs.private_names import mesh_groups
 from trainkit.repairs.replaced import (
     end_workers,
@@ -31,10 +27,7 @@ ENDED: list[Any] = []
 
 
 def start_accelerator(config: TrainingConfig, project: str) -> tuple[Accelerator, Reporter]:
-    """Connect to the other processes and check that all were started as asked for, and alike.
-
-    Every process must call this. Raises UsageError on all of them.
-    """
+    """Connect to the other processes and check that all were started as asked for, and alike."""
     keep_printing()  # for scripts that startup.run() has not called
     refuse_pickled_code()
     compute_float32_in_full()
