@@ -33,14 +33,13 @@ def update_best(config: TrainingConfig, progress: Progress) -> bool:
     return False
 
 
-def find_missing_metric(config: TrainingConfig, metrics: dict[str, float]) -> UsageError | None:
-    """An error if an evaluation lacks the metric of --keep-best or of --target."""
-    asked = {"--keep-best": metric_and_direction(config.keep_best or "")[0]}
-    asked["--target"] = config.metric_target[0] if config.metric_target else ""
-    for flag, name in asked.items():
+def check_metrics(config: TrainingConfig, metrics: dict[str, float]) -> None:
+    """Raise UsageError if an evaluation lacks the metric of --keep-best or of --target."""
+    best, _ = metric_and_direction(config.keep_best or "")
+    target = config.metric_target[0] if config.metric_target else ""
+    for flag, name in {"--keep-best": best, "--target": target}.items():
         if name and name not in metrics:
-            return UsageError(f"{flag} {name}: there are only {', '.join(metrics)}")
-    return None
+            raise UsageError(f"{flag} {name}: there are only {', '.join(metrics)}")
 
 
 def leave_if_missed(

@@ -32,7 +32,7 @@ from trainkit.numbers.randoms import key, seed_generators
 from trainkit.run import evaluation
 from trainkit.run.data import load_checked
 from trainkit.run.ema import EMA
-from trainkit.run.ending import find_missing_metric, leave_if_missed, update_best
+from trainkit.run.ending import check_metrics, leave_if_missed, update_best
 from trainkit.run.guards import IN_BATCH, allowed, need, out_of_order
 from trainkit.run.plan import describe_plan
 from trainkit.run.prepared import Prepared, check_loader
@@ -391,8 +391,6 @@ class Run:
     @allowed("must save", then="counted")
     def save(self) -> None:
         """Save a checkpoint with accelerator.save_state; after a signal exit with code 75."""
-        if self.signals.stopping:
-            self.profile.close()  # to say what it saw may take seconds
         self.profile.end()
         with self.ema.trained_weights():
             self.step.check_weights()
@@ -457,19 +455,15 @@ class Run:
         self.log.log_evaluation(progress, length, num_done, self.means.compute("train"), metrics)
         if progress.step_in_epoch == 0:  # otherwise the epoch continues, perhaps after a resume
             self.means.clear()
-        # Both before a checkpoint that records this evaluation as done.
-        unknown_metric = find_missing_metric(self.config, progress.metrics)
-        if is_best := update_best(self.config, progress):
+        check_metrics(self.config, progress.metrics)
+        if is_best := update_best(self.config, progress):  # before a checkpoint that records it
             self.results.write_best(progress.step)
         if length.is_over(progress):
             self.results.write_predictions(predicted)
         is_saved = self.checkpoints.saved_step == progress.step
-        if not is_saved and (is_best or unknown_metric or self._is_due()):
+        if not is_saved and (is_best or self._is_due()):
             self.stage = "must save"
             self.save()
-        if unknown_metric:  # raised after saving, so that the epoch is not lost
-            self.checkpoints.commits.wait()
-            raise unknown_metric
         self.prepared.note()
         self.checkpoints.state.note()
 
