@@ -1,7 +1,6 @@
 """Refuse data sets that have no index, and make the fingerprint that a resume compares."""
 
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,12 +42,6 @@ def check_indexable(dataset: Any, name: str) -> None:
         )
 
 
-def read_samples(dataset: Dataset, indices: torch.Tensor) -> Iterator[Any]:
-    """Make the samples at these indices one by one, each with its own seed."""
-    batches = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64))
-    return chain.from_iterable(map(batches.make, indices.split(1)))
-
-
 def fingerprint_set(dataset: Any) -> tuple[list[str], list[dict[str, str]], set[str]]:
     """What identifies a data set: hashes, and the entries of some samples, of which some are drawn.
 
@@ -65,7 +58,11 @@ def fingerprint_set(dataset: Any) -> tuple[list[str], list[dict[str, str]], set[
         return hashes, [], set()
     spread = np.linspace(0, len(dataset) - 1, NUM_HASHED).astype(np.int64)
     indices = torch.from_numpy(spread).unique()
-    once, again = ([*map(sample_parts, read_samples(dataset, indices))] for _ in range(2))
+    batches = WholeBatches(dataset, list, 0, torch.zeros((), dtype=torch.int64))
+    once, again = (
+        [sample_parts(sample) for one in indices.split(1) for sample in batches.make(one)]
+        for _ in range(2)
+    )
     drawn = {
         name
         for one, other in zip(once, again, strict=True)
