@@ -3,6 +3,7 @@
 `where` names the table; the sentence of a UsageError begins with it.
 """
 
+import codecs
 import io
 import json
 import os
@@ -17,7 +18,6 @@ import pandas as pd
 
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
-from trainkit.reading.encodings import read_text
 from trainkit.reading.flags import FileConfig
 from trainkit.reading.paths import read_here_or_from_hub, refuse_pipe, select_read
 from trainkit.reading.sheets import read_sheets
@@ -28,6 +28,11 @@ ARROW = (".arrow", ".feather")
 KINDS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", *ARROW, *EXCEL)
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # of text files; may follow their ending
 MAX_SHOWN = 30  # columns in a message
+MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 
 
 class Parts(NamedTuple):
@@ -189,6 +194,30 @@ def _read_cells(
     table = cells[1:].set_axis([*cells.iloc[0]], axis=1)
     table.attrs["separator"] = separator
     return table
+
+
+def read_text(path: str, given: str | None = None) -> str:
+    """Return the text of a file, which may be compressed.
+
+    A byte order mark decides. A file without one that is valid UTF-8 beyond ASCII is read as UTF-8
+    whatever is given, because text in an older encoding hardly ever is. Raises LookupError for an
+    encoding that does not exist, UsageError for a file that is not in it. given: None means UTF-8.
+    """
+    import fsspec  # here: a run on synthetic data starts without it
+
+    with fsspec.open(path, "rb", compression="infer") as file:
+        content = file.read()
+    marked = [name for mark, name in MARKS.items() if content.startswith(mark)]
+    # ASCII is asked as it is given, because UTF-16 without a mark may look like it.
+    tried = marked or ([given] if given and content.isascii() else ["utf-8", given or "utf-8"])
+    for encoding in tried:
+        try:
+            return content.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+    raise UsageError(
+        f"{path} is not in UTF-8, or not in the given --encoding: try --encoding cp1252 or utf-16"
+    )
 
 
 def find_nested(table: pd.DataFrame) -> list[str]:

@@ -17,12 +17,8 @@ class Predictor(nn.Module):
 
     A kind of input is a subclass: forward maps inputs (n, ...) to outputs; predict_file returns
     what the model says of a file, or raises UsageError; example_inputs makes random inputs, with
-    which an exported model is checked.
-
-    Args:
-        model: the trained model.
-        metadata: what is saved with the weights.
-        evaluated: the tensors of predictions.safetensors.
+    which an exported model is checked. metadata: saved with the weights. evaluated: the tensors of
+    predictions.safetensors.
     """
 
     options: tuple[str, ...] = ()  # arguments of predict_file that are flags of predict.py

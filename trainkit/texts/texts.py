@@ -14,7 +14,6 @@ from trainkit.config import UNSET, Count, MayChange, Optimizer, ReadOnlyIf
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.numbers.orders import Order, by_length
 from trainkit.reading import frames, splits
-from trainkit.reading.encodings import read_text
 from trainkit.reading.flags import FileConfig
 from trainkit.reading.recall import describe_classes
 from trainkit.text import count, nfc, shorten
@@ -247,7 +246,7 @@ def read_texts(path: Path, text: str | None, **options: Any) -> list[str]:
     where = str(path)
     if path.suffix.lower() == ".txt":
         with as_usage_error(f"{where} cannot be read"):
-            return [*map(clean, read_text(where, options.get("encoding")).splitlines())]
+            return [*map(clean, frames.read_text(where, options.get("encoding")).splitlines())]
     table = frames.read_table(where, where, **options)
     name = find_column(table, text, "text", where)
     return [*map(clean, frames.choose_columns(table, [name], where)[name])]
