@@ -116,10 +116,7 @@ def plain_name(name: str) -> str:
 
 
 def precision_of_notebook_launcher() -> str:
-    """The mixed_precision passed to the notebook_launcher around this call, or "no" without one.
-
-    The launcher writes it to a variable that Accelerate does not read, or not at all.
-    """
+    """The mixed_precision passed to the notebook_launcher around this call, which loses it."""
     for caller in inspect.stack(0):
         if caller.frame.f_code is accelerate.notebook_launcher.__code__:
             return str(caller.frame.f_locals["mixed_precision"])

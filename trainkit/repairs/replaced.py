@@ -96,8 +96,7 @@ def shard_models(
 ) -> None:
     """Make accelerator.prepare(...) shard models with this plugin, and compute in this type.
 
-    Accelerate by itself does not shard over processes on the CPU, and under bf16 also sums
-    gradients in bf16 and rounds the inputs and outputs of layers to it.
+    Accelerate does not shard on CPUs, and under bf16 it sums gradients and rounds inputs in bf16.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -163,10 +162,10 @@ def prepare_untrained(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def recompute_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> int:
-    """Activation checkpointing: keep only the inputs of the layers that the plugin wraps.
+    """Keep only the inputs of the layers that the plugin wraps; return the number of these layers.
 
-    Returns the number of these layers. Accelerate's own does not restore the random numbers, so
-    dropout would have other masks in the second forward pass and the gradients would be wrong.
+    Accelerate's own does not restore the random numbers, so dropout would have other masks in the
+    second forward pass.
     """
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -218,8 +217,7 @@ def count_micro_batches_anew(accelerator: Accelerator) -> None:
 def name_without_compiler(model: nn.Module) -> nn.Module:
     """Let weights have one name, whether torch.compile(...) wraps the model, layers, or nothing.
 
-    torch writes _orig_mod. into their names. load_state_dict() accepts both names from here on.
-    Returns the model.
+    load_state_dict() accepts both names from here on. Returns the model.
     """
 
     def after_state_dict(_: nn.Module, state: dict[str, Any], *__: Any) -> None:

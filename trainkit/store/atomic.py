@@ -14,8 +14,7 @@ from trainkit.store.jsons import to_json
 def replacing(path: Path, tag: str = "") -> Iterator[Path]:
     """Yield the path of a file to write in the body, which then replaces `path` atomically.
 
-    After a crash `path` holds either the old bytes or the new ones. If writing fails, nothing of it
-    is left. tag: a part of the file's name, if several processes may write it at once.
+    If writing fails, nothing of it is left. tag: of its name, if several processes may write it.
     """
     temporary = path.with_name(f".tmp-{tag}{path.name}")
     temporary.unlink(missing_ok=True)  # it may be a link that somebody left there
@@ -56,10 +55,7 @@ def sync(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder so that after a crash either all of it is there or nothing has its name.
-
-    The name of anything left over by a crash begins with .tmp-.
-    """
+    """Remove a folder; after a crash all of it is there, or what is left is called .tmp-..."""
     trash = path.with_name(f".tmp-del-{path.name.removeprefix('.tmp-')}")
     os.rename(path, trash)
     shutil.rmtree(trash, ignore_errors=True)

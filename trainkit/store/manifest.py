@@ -40,10 +40,7 @@ def steps_in(directory: Path) -> list[Path]:
 
 
 def make_durable(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """Make the files that this process wrote durable; return the size and hash of each.
-
-    On a network file system the machine of the process that wrote a file may alone hold the bytes.
-    """
+    """Make the files that this process wrote durable; return the size and hash of each."""
     own = {name: path for name, path in _listed_files(folder).items() if writer_of(name) == rank}
     for path in own.values():
         sync(path)
@@ -72,10 +69,7 @@ def leave_hashes(folder: Path, rank: int, files: dict[str, Any]) -> None:
 
 
 def await_hashes(folder: Path, rank: int, leaving: Event) -> dict[str, Any]:
-    """Return what another process leaves, as soon as it is there, and remove the file.
-
-    Raises RunFailure when this process is leaving.
-    """
+    """Return and remove what another process leaves. Raises RunFailure when this one is leaving."""
     path = _hashes(folder, rank)
     while not path.exists():
         if leaving.wait(0.01):

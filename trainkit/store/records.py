@@ -23,8 +23,7 @@ CLONE = _home if (_home / "train_mnist.py").is_file() else None
 def page_command(config: Any, metadata: dict[str, Any]) -> str:
     """The command that shows a run in the browser, as it is typed in the current folder.
 
-    It is empty for a run whose metadata say no "input". config: of a script, which declares its
-    class; app.py is told where it lies if it is no script of this repository.
+    It is empty for a run whose metadata say no "input". It names a script of somebody else.
     """
     if "input" not in metadata:
         return ""

@@ -22,8 +22,7 @@ def numbered(name: str, number: int) -> str:
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
     """Write a safetensors file that loads in plain PyTorch, durably.
 
-    `metadata` is saved as JSON in one entry, "trainkit": safetensors writes several entries in
-    random order.
+    `metadata` is JSON in one entry, "trainkit": safetensors writes several in random order.
     """
     with replacing(path) as temporary:
         save_file(separate(tensors), temporary, {"trainkit": json.dumps(metadata)})
@@ -43,10 +42,7 @@ def separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_weights_file(path: Path) -> None:
-    """Raise UsageError if the file of --start-from is not there or is not a safetensors file.
-
-    Only the names in it are read, so that this takes no time.
-    """
+    """Raise UsageError if the file of --start-from is not there or is not a safetensors file."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise UsageError(f"--start-from {path} cannot be read: it is not a file")
     made = "docs/resume.md says how to make a safetensors file of one of torch.save"
