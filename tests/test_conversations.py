@@ -186,6 +186,7 @@ def refuse(row, said, template=AS_VALUES):
             "arguments of a call of a tool are not JSON: 'ls -la'",
         ),
         refuse(chat(*PAIR["prompt"] * 2, says("ok")), "no chat template", None),
+        refuse(chat(user("say"), says("ok", thinking="so")), "no chat template", None),
         refuse(chat(*PAIR["prompt"] * 2, says("ok")), "must alternate", ALTERNATES),
     ],
 )

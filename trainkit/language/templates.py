@@ -108,11 +108,13 @@ class Chat:
         ask, turns, eos = [], conversation.turns, self.tokenizer.eos_token_id
         if conversation.text is not None:
             answer = self._begin(conversation.text)
-        elif [turn["role"] for turn in turns] == ["user", "assistant"]:
+        elif [turn["role"] for turn in turns] == ["user", "assistant"] and not _others(turns[1]):
             ask = self.ask(turns[0]["content"])
             answer = self.tokenizer(turns[1]["content"], add_special_tokens=False).input_ids
         else:
-            raise ValueError("it has turns, and the tokenizer of --base has no chat template")
+            raise ValueError(
+                "it has turns, calls or thoughts, and the tokenizer of --base has no chat template"
+            )
         if eos is not None and answer[-1:] != [eos]:
             answer = [*answer, eos]
         return _sample(ask + answer, [(len(ask), len(ask + answer))])
