@@ -1,10 +1,13 @@
 """The kit as an installed package: a script in any folder can train with it."""
 
+import io
 import re
 import shutil
 import subprocess
 import sys
 from importlib import metadata
+
+import trainkit
 
 import pytest
 from conftest import ROOT, run
@@ -50,3 +53,18 @@ def test_a_script_in_another_folder_trains_draws_and_predicts(site_dir, tmp_path
     (shown,) = re.findall(r"^next: python -m trainkit\.app (.*)$", said, re.MULTILINE)
     assert shown == "r --script mine/train_mine.py"
     assert "predicted_y0" in call("trainkit.predict", *shown.split(), "t.csv")
+
+
+def test_a_terminal_says_that_torch_is_being_imported(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    seen = Terminal()
+    monkeypatch.setattr(sys, "stderr", seen)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(trainkit, "import_module", lambda name: print(seen.getvalue(), name))
+    with pytest.raises(AttributeError):  # None has no Run
+        trainkit.__getattr__("Run")
+    *_, first, then, _ = seen.getvalue().split("\r")
+    assert first == trainkit.LOADING and then == " " * len(first)

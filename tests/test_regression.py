@@ -60,3 +60,5 @@ def test_flags_that_have_moved_name_what_is_given_instead():
             train_regression.main(words)
     with refused(r"^--target-r2: give --target eval_r2:VALUE"):
         train_regression.main(["--target-r2=0.9"])
+    with refused(r"^--dry-run: give --stop-after-steps 1 --run-dir FOLDER"):
+        train_regression.main(["--dry-run"])

@@ -85,6 +85,7 @@ READ = {
                                         "day of the year cos"))]),
     "classes of passengers": ("t.csv", csv("c", ["1st", "2nd", "3rd", "3rd"]), [],
                               ["c=1st", "c=2nd", "c=3rd", "n"]),
+    "the form of a server": ("t.json", b'{"data": %s, "n": 30}' % records(), [], ALL),
     "Arrow": ("t.arrow", frame().to_feather, [], ALL),
     "columns apart by blanks": ("t.txt", frame().to_string(index=False).encode(),
                                 ["--separator", r"\s+"], ALL),
@@ -170,7 +171,13 @@ REFUSED = {
     "a column of lists": ("t.parquet", parquet(pd.DataFrame({"a": [[1]], "y": [1]})),
                           ["--features", "a"], "column 'a' holds bytes, lists or objects"),
     "a title": ("t.csv", b"Sales of 2025\n\na,y\n1,2\n", [],
-                "cannot be read: ParserError: C error: Expected 1 field"),
+                "--header-row says .*: ParserError: C error: Expected 1 field"),
+    "an object of JSON": ("t.json", b'{"nodes": [{"y": 1}, {"y": 2}], "links": [{"y": 1}]}', [],
+                          "an object of JSON: write the rows as a list of objects"),
+    "a form of pandas": ("t.json", frame().to_json(orient="split").encode(), [],
+                         "an object of JSON: write the rows as a list of objects"),
+    "columns apart by blanks": ("t.txt", frame().to_string(index=False).encode(), [],
+                                r"--separator says .* '\\s\+' for blanks"),
     "names that are wide apart": ("t.csv", b"a;;b c\n1;2;3\n", [], "Unnamed: 1, b c .*header-row"),
     "texts that all differ": ("t.csv", csv("a", [1, 2], y=[f"no {n}" for n in range(30)]), [],
                               "'y' has 30 different texts in 30 rows, which are neither"),
@@ -380,6 +387,32 @@ def test_sheets_are_splits_or_chosen_and_a_formula_has_a_value():
     write_sheets("t.xlsx", s=([*names, *cells, [3, "=A2*2"]], []))
     with refused("t.xlsx, sheet 's': cell B32 is a formula whose value is not in the file: save"):
         read("t.xlsx")
+
+
+def test_a_row_of_totals_is_asked_about():
+    table = pd.DataFrame({"region": ["n", "s"] * 10, "a": range(20), "y": range(5, 25)})
+    assert "asked" not in read(table)[2]["plan"]
+    for region, y, why in (("Grand total", 9, "'Grand total'"), ("n", 290, "y 290")):
+        last = pd.DataFrame([[region, 1, y]], columns=[*table])
+        _, _, metadata = read(pd.concat([table, last]))
+        said = f"is row 21 ({why}) a sum of others? Then remove it from the file"
+        assert metadata["plan"]["asked"] == said
+
+
+def test_two_tables_whose_predictions_have_one_name_are_not_both_predicted(model):
+    frame(5).to_csv("t.csv", index=False)
+    frame(5).to_parquet("t.parquet")
+    model.predict_file(Path("t.parquet"))
+    with refused("t.csv: t_predictions.csv holds what is predicted for t.parquet: rename one"):
+        model.predict_file(Path("t.csv"))
+    model.predict_file(Path("t.parquet"))
+
+
+def test_a_run_of_an_earlier_version_is_to_be_trained_again():
+    metadata = read(frame())[2]
+    metadata["read_options"]["missing_values"] = []
+    with refused("an earlier version made this run: train the model again"):
+        untrained(metadata).predict_file(Path("t.csv"))
 
 
 def test_equal_rows_are_in_one_part_and_those_that_must_repeat_are_counted():

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "1.0.0"
+LOADING = "importing torch ..."  # what a terminal shows for these seconds
 
 # The names that each module has for scripts. Imported late, because predict.py needs no loop.
 MODULES = {
@@ -48,9 +49,15 @@ def __getattr__(name: str) -> Any:
     # them, where there is none, takes a tenth of the CPU time of a start.
     collects = gc.isenabled()
     gc.disable()
+    is_first = "torch" not in sys.modules and os.environ.get("LOCAL_RANK", "0") == "0"
+    seen = is_first and sys.stderr is not None and sys.stderr.isatty()
+    if seen:
+        print(LOADING, end="\r", file=sys.stderr, flush=True)
     try:
         module = import_module(f"trainkit.{WHOLE.get(name) or NAMES[name]}")
     finally:
+        if seen:
+            print(" " * len(LOADING), end="\r", file=sys.stderr, flush=True)
         if collects:
             gc.enable()
     return module if name in WHOLE else getattr(module, name)

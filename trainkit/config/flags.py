@@ -102,6 +102,7 @@ class TrainingConfig:
     MOVED: ClassVar[dict[str, str]] = {  # flags that scripts had, and what is given instead
         "--target-accuracy": "give --target eval_accuracy:VALUE",
         "--target-r2": "give --target eval_r2:VALUE",
+        "--dry-run": "give --stop-after-steps 1 --run-dir FOLDER",
     }
 
     epochs: Count = 10

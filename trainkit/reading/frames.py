@@ -183,17 +183,29 @@ def _read_cells(
         return table.to_pandas(ignore_metadata=True, integer_object_nulls=True)
     text = read_text(str(path), encoding)
     if kind == ".json":
-        return pd.DataFrame(json.loads(text), dtype=object)
+        return _read_json(json.loads(text))
     if "json" in kind:
         lines = filter(str.strip, text.split("\n"))
         return pd.DataFrame([json.loads(line) for line in lines], dtype=object)
     names = text.split("\n", first)[first - 1]
     separator = separator or max(",;\t|", key=names.count)
     options = {"dtype": object, "keep_default_na": False, "header": None, "skiprows": first - 1}
-    cells = pd.read_csv(io.StringIO(text), sep=separator, **options)
+    with as_usage_error(f"{path} cannot be read (--header-row says where its names are)"):
+        cells = pd.read_csv(io.StringIO(text), sep=separator, **options)
     table = cells[1:].set_axis([*cells.iloc[0]], axis=1)
     table.attrs["separator"] = separator
     return table
+
+
+def _read_json(value: Any) -> pd.DataFrame:
+    """Return the rows of a list of objects, also of one within an object, or of columns."""
+    parts = [*value.values()] if isinstance(value, dict) else []
+    lists = [part for part in parts if isinstance(part, list)]
+    if len(lists) == 1 and {*map(type, lists[0])} == {dict}:  # as in {"data": [...], "total": 2}
+        value = lists[0]
+    elif parts and ({*map(type, parts)} not in ({dict}, {list}) or len({*map(len, parts)}) > 1):
+        raise ValueError("it is an object of JSON: write the rows as a list of objects, [{...}]")
+    return pd.DataFrame(value, dtype=object)
 
 
 def read_text(path: str, given: str | None = None) -> str:
@@ -233,7 +245,8 @@ def choose_columns(table: pd.DataFrame, names: Sequence[str], where: str) -> pd.
     if unknown := [name for name in names if name not in table]:
         raise UsageError(
             f"{where}: there is no column {unknown[0]!r}, only {shorten([*table], MAX_SHOWN)} "
-            "(--separator says what is between columns, --header-row where their names are)"
+            "(--separator says what is between columns, such as '\\s+' for blanks, --header-row "
+            "where their names are)"
         )
     if nested := find_nested(table[names]):
         raise UsageError(

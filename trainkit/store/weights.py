@@ -45,7 +45,7 @@ def check_weights_file(path: Path) -> None:
     """Raise UsageError if the file of --start-from is not there or is not a safetensors file."""
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise UsageError(f"--start-from {path} cannot be read: it is not a file")
-    made = "docs/resume.md says how to make a safetensors file of one of torch.save"
+    made = "docs/resume.md makes a safetensors file of a .pt, a .ckpt or an index of shards"
     with as_usage_error(f"--start-from {path} cannot be read ({made})"), safe_open(path, "pt"):
         pass
 

@@ -33,6 +33,7 @@ AMOUNT = re.compile(
     r"\s?([^\W\d_]{1,8}|[%$\u00a2-\u00a5\u20a0-\u20cf])?"
 )
 SWAPPED = str.maketrans(".,", ",.")
+TOTAL = re.compile(r"((grand|sub)[ -]?)?totals?:?|sum|summe|gesamt", re.IGNORECASE)
 # Numbers that surveys and programs write for a missing value: 99, -999 and their like.
 CODES = [int(sign + digit * width) for sign in "+-" for digit in "789" for width in range(2, 7)]
 
@@ -204,6 +205,26 @@ def ask_missing(numbers: np.ndarray) -> dict[int, int]:
     low, high = min({*counts} - codes), max({*counts} - codes)
     far = [code for code in codes if max(low - code, code - high) > high - low]
     return {int(code): counts[code] for code in sorted(far) if counts[code] > 1}
+
+
+def ask_totals(table: pd.DataFrame, targets: Sequence[Column]) -> dict[int, str]:
+    """Return the rows that may be sums of others, from 0, and why.
+
+    A cell among the first three says so, or a target lies twice as far from all others as these are
+    apart.
+    """
+    found: dict[int, str] = {}
+    for name in table.columns[:3]:
+        cells = table[name].astype(object)
+        is_total = cells.map(lambda cell: isinstance(cell, str) and bool(TOTAL.fullmatch(cell)))
+        found |= {int(n): repr(cells.iloc[n]) for n in is_total.to_numpy().nonzero()[0]}
+    for column in targets if len(table) > 9 else []:
+        numbers = read_cells(table[column.name], column)
+        order = numbers.argsort()
+        for far, others in ((order[-1], order[:-1]), (order[0], order[1:])):
+            if np.abs(numbers[far] - numbers[others]).min() > 2 * np.ptp(numbers[others]) > 0:
+                found.setdefault(int(far), f"{column.name} {numbers[far]:.10g}")
+    return found
 
 
 def encode(

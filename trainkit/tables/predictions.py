@@ -32,6 +32,10 @@ class TableRows(Predictor):
     options = ("encoding", "sheet", "header_row")
     answer_rows: Callable[[torch.Tensor], dict[str, Any]]
 
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        self.written: dict[Path, Path] = {}  # the table of each file of predictions
+
     def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
         return ((inputs - self.numbers("feature_mean")) / self.numbers("feature_std")).float()
 
@@ -45,6 +49,8 @@ class TableRows(Predictor):
         Returns its path, what to know about these rows, and the first of them. Raises UsageError.
         """
         where, metadata = str(path), self.metadata
+        if "missing_values" in metadata.get("read_options", {}):  # which are flags of frames now
+            raise UsageError("an earlier version made this run: train the model again")
         rows = frames.read_table(where, where, **(metadata.get("read_options", {}) | options))
         columns = [Column(**column) for column in metadata["columns"]]
         table = frames.choose_columns(rows, [column.name for column in columns], where)
@@ -59,6 +65,8 @@ class TableRows(Predictor):
             rows = rows.join(predictions)
         stem = Path(path.stem).stem if path.suffix.lower() in frames.COMPRESSED else path.stem
         output = path.with_name(f"{stem}_predictions.csv")
+        if (other := self.written.setdefault(output.absolute(), path)) != path:
+            raise UsageError(f"{where}: {output} holds what is predicted for {other}: rename one")
         write_rows(rows, output)
         notes = [f"{output}{describe_unknown(table, columns)}"]
         if outside := find_outside(inputs, metadata):

@@ -21,6 +21,7 @@ from trainkit.tables.columns import (
     MISSING,
     Column,
     ask_missing,
+    ask_totals,
     empty_cells,
     encode,
     find_kind,
@@ -328,8 +329,12 @@ def describe_use(learned: list[Column], rows: UsedRows) -> dict[str, str]:
         if column.categories is None and not column.days:
             for code, number in ask_missing(read_cells(rows.table[column.name], column)).items():
                 asked[f"{code} in {count(number, 'row')} of {column.name}"] = code
+    questions = []
     if asked:
         codes = ",".join(map(str, dict.fromkeys(asked.values())))
         cells = shorten([*asked], frames.MAX_SHOWN)
-        plan["asked"] = f"is {cells} a missing value? Then add --missing-values={codes}"
-    return plan
+        questions.append(f"is {cells} a missing value? Then add --missing-values={codes}")
+    if targets and (totals := ask_totals(rows.table, targets)):
+        said = [f"row {rows.numbers[n] + 1} ({why})" for n, why in totals.items()]
+        questions.append(f"is {shorten(said)} a sum of others? Then remove it from the file")
+    return plan | ({"asked": "; ".join(questions)} if questions else {})
