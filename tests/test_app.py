@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import shutil
 import signal
 import sys
@@ -123,13 +124,15 @@ def test_a_seven_that_is_drawn_is_framed_and_answered_as_by_the_model(
         share = predictor(torch.tensor(picture)[None, None])[0, 7].item()
     assert f"7 {share:.2%}" in said
     (tmp_path / "photo.png").write_text("not a picture")
+    tab.get_by_text("a picture file").click()
     tab.set_input_files("#file input[type=file]", tmp_path / "photo.png")
     tab.wait_for_function("document.querySelector('.said').innerText.includes('not one of PNG')")
 
 
-def test_a_page_begins_with_what_is_usual_and_with_the_answer_on_top(table_run):
+def test_a_page_begins_with_an_evaluated_row_and_with_the_answer_on_top(table_run):
     pytest.importorskip("gradio")
     predictor = predict.load_run(table_run)
+    houses = pd.read_csv(table_run.parent / "houses.csv", dtype=str)
     predictor.metadata["columns"][1]["name"] = "town_of_birth"
     predictor.metadata["features"] = ["area", "town_of_birth=Bonn", "town_of_birth=Rome", "age"]
     parts = page.build(predictor, "a run").get_config_file()["components"]
@@ -138,8 +141,8 @@ def test_a_page_begins_with_what_is_usual_and_with_the_answer_on_top(table_run):
     }
     assert fields.keys() == {"area", "town of birth", "age"}
     assert fields["town of birth"] in ("Bonn", "Rome") and fields["age"].startswith("1970-01-0")
-    low, high = predictor.metadata["feature_range"][0]
-    assert low < fields["area"] < high
+    shown = [f"{fields['area']:g}", fields["town of birth"], fields["age"]]
+    assert (houses[["area", "city", "age"]] == shown).all(axis=1).any()
     kinds = [each["type"] for each in parts]
     said = next(p for each in parts if (p := each["props"]).get("elem_classes") == ["said"])
     assert said["value"].startswith("<h2>price: ") and kinds.count("html") == 2
@@ -152,9 +155,28 @@ def test_a_row_is_answered_in_its_own_units(table_run):
     features, _ = encode(row, [Column(**fields) for fields in predictor.metadata["columns"]])
     expected = predictor(torch.from_numpy(features)).item()
     said = page.answer_row(predictor, 200, "Rome", "1970-01-04")
-    assert said == f"<h2>price: {expected:.6g}</h2>"
+    assert said == f"<h2>price: {page.write_known(expected, *page.usual_errors(predictor))}</h2>"
     said = page.answer_row(predictor, 200, "Rome", "next week")
     assert "age: &#x27;next week&#x27; is not a date like 2020-01-31" in said
+
+
+def test_a_number_is_written_as_far_as_it_is_known():
+    assert page.write_known(3648.46, 189) == "about 3,650"
+    assert page.write_known(0.123456, 0.0123) == "about 0.123"
+    assert page.write_known(-0.5, 0.01) == "about -0.5"
+    assert page.write_known(-12, 5000) == "about 0"
+    assert page.write_known(3648.46, 0) == "3,648.46"
+
+
+def test_a_page_begins_with_the_means_where_each_row_lacks_a_cell(table_run):
+    predictor = predict.load_run(table_run)
+    mean = predictor.metadata["feature_mean"]
+    assert page.first_row(predictor).tolist() != mean
+    predictor.metadata["columns"][1]["categories"][0] = "NA"
+    predictor.metadata["features"][1] = "city=NA"
+    assert page.first_row(predictor)[2] == pytest.approx(1)
+    predictor.evaluated["feature"][:, 1:3] = 0  # no row has a category
+    assert page.first_row(predictor).tolist() == mean
 
 
 def test_a_text_is_answered_with_its_shares(run_main, tmp_path):
@@ -168,9 +190,10 @@ def test_a_text_is_answered_with_its_shares(run_main, tmp_path):
     assert said.startswith("<h2>") and "b&lt;b&gt;" in said
     with torch.inference_mode():
         share = predictor(predictor.read("so bad")[0])[0, 0].item()
-    assert share > 0.5 and shares["b<b>"] == share
+    bar = f"<span>b&lt;b&gt;</span><meter value={share:.6f}></meter><span>{share:.2%}</span>"
+    assert share > 0.5 and bar in shares
     said, shares = page.answer_text(predictor, " \n")
-    assert "paste a text" in said and shares is None
+    assert "paste a text" in said and shares == ""
 
 
 def test_a_photo_is_answered_in_colour_with_what_speaks_for_it(tmp_path):
@@ -178,7 +201,7 @@ def test_a_photo_is_answered_in_colour_with_what_speaks_for_it(tmp_path):
     predictor = predict.load_run(run_dir, Path(colours.__file__))
     photo = colours.photograph(tmp_path, "green", 0.9)
     said, shares, ((sees, _), (why, _)) = page.answer_picture(predictor, str(photo))
-    assert said.startswith("<h2>green ") and max(shares, key=shares.get) == "green"
+    assert said.startswith("<h2>green ") and "<span>green</span>" in shares[:50]
     assert sees.shape == (64, 64, 3) and sees[32, 32].argmax() == 1
     assert why[32, 32, 0] > 100 > why[32, 32, 2]  # orange: the middle speaks for it
 
@@ -188,7 +211,8 @@ def test_what_a_picture_shows_is_said_with_its_doubt_and_what_speaks_for_it(mnis
     (seven,) = predictor.evaluated["image"][predictor.evaluated["target"] == 7][0]
     Image.fromarray(seven.numpy()).save(tmp_path / "seven.png")
     said, shares, views = page.answer_picture(predictor, str(tmp_path / "seven.png"))
-    assert f"{max(shares.values()):.2%}</h2>" in said and len(shares) == 10
+    (share,) = re.findall(r" ([\d.]+%)</h2>", said)
+    assert f"</meter><span>{share}</span>" in shares and shares.count("<meter") == 10
     assert (views[0][0] == seven.numpy()).all()
     overlay = views[1][0].astype(int)
     assert (overlay[..., 0] - overlay[..., 2]).max() > 100  # orange: some pixels speak for it

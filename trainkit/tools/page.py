@@ -5,10 +5,12 @@ is removed when the server ends.
 """
 
 import io
+import math
 import os
 import signal
 import tempfile
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -23,7 +25,7 @@ from PIL import Image
 from trainkit.errors import UsageError, as_usage_error
 from trainkit.pictures import border_of
 from trainkit.plots import figures
-from trainkit.tables.columns import Column, encode
+from trainkit.tables.columns import MISSING, Column, encode
 
 MAX_FILE = "32mb"  # of a picture file
 MAX_PIXELS = 50_000_000  # of a picture once it is decoded; many phones take 12 or 48 million
@@ -40,21 +42,24 @@ WHAT_TO_DO = {
 
 def answer_of_classes(
     predictor: Any, probabilities: torch.Tensor, doubt: str = ""
-) -> tuple[str, dict[str, float]]:
-    """Return the answer as HTML, and the probabilities of the classes, for a gradio.Label."""
+) -> tuple[str, str]:
+    """Return the answer, and the largest probabilities in its digits, beside bars, as HTML."""
     answer = predictor.describe(probabilities, doubt).split("  (then ")[0]
-    shares = dict(zip(predictor.metadata["classes"], probabilities.tolist(), strict=True))
-    return f"<h2>{escape(answer)}</h2>", shares
+    bars = ""
+    for number in probabilities.argsort(descending=True)[:MAX_SHARES].tolist():
+        name, share = escape(predictor.metadata["classes"][number]), probabilities[number].item()
+        bars += f"<span>{name}</span><meter value={share:.6f}></meter><span>{share:.2%}</span>"
+    return f"<h2>{escape(answer)}</h2>", f'<div class="shares">{bars}</div>'
 
 
 def answer_picture(predictor: Any, file: str | io.BytesIO | None) -> tuple:
     """Return what is shown for a picture file: answer, probabilities, and two views."""
     if file is None:
-        return WHAT_TO_DO[predictor.metadata["input"]], None, None
+        return WHAT_TO_DO[predictor.metadata["input"]], "", None
     try:
         pictures, doubt = predictor.read(Path(file) if isinstance(file, str) else file)
     except UsageError as problem:
-        return escape(str(problem).replace(str(file), "the file")), None, None
+        return escape(str(problem).replace(str(file), "the file")), "", None
     probabilities = predictor(pictures)[0]
     number = int(probabilities.argmax())
     speaks = occlusion_map(predictor, pictures[0], number)[..., None]
@@ -120,9 +125,10 @@ def build_picture_page(page: Any, predictor: Any) -> None:
                     brush=brush,
                 )
                 page.load(None, js=Path(__file__).with_name("page.js").read_text())
-            file = gradio.File(file_types=["image"], elem_id="file", label="a picture file")
+            with gradio.Accordion("a picture file", open=not has_pad):
+                file = gradio.File(file_types=["image"], elem_id="file", show_label=False)
         with gradio.Column(min_width=320):
-            shares = gradio.Label(num_top_classes=MAX_SHARES, show_label=False, show_heading=False)
+            shares = gradio.HTML()
             why = gradio.Gallery(columns=2, format="png", elem_id="why", show_label=False)
     shown = [answer_box, shares, why]
     file.change(partial(answer_picture, predictor), file, shown, **QUICK)
@@ -146,14 +152,30 @@ def answer_row(predictor: Any, *cells: Any) -> str:
     if "classes" in metadata:
         said = [predictor.describe(outputs)]
     else:
-        each = zip(metadata["targets"], outputs.tolist(), strict=True)
-        said = [f"{in_words(name)}: {rounded(value, 6)}" for name, value in each]
+        each = zip(metadata["targets"], outputs.tolist(), usual_errors(predictor), strict=True)
+        said = [f"{in_words(name)}: {write_known(value, off)}" for name, value, off in each]
     return "".join(f"<h2>{escape(text)}</h2>" for text in said)
 
 
 def rounded(value: float, digits: int) -> str:
-    """Write a number with so many digits, and never as 1e6."""
-    return np.format_float_positional(value, digits, fractional=False, trim="-")
+    """Write a number with so many digits: 3,650, and neither 3.65e+03 nor 3650.0."""
+    return f"{Decimal(np.format_float_positional(value, digits, fractional=False, trim='-')):,f}"
+
+
+def write_known(value: float, off: float) -> str:
+    """Write a number to two digits of its usual error: about 3,650 of 3,648.46 if off by 189."""
+    if not off or not np.isfinite([value, off]).all():
+        return rounded(value, 6)
+    known = round(float(f"{value:.6g}"), 1 - math.floor(math.log10(off)))
+    return f"about {rounded(known + 0.0, 15)}"  # not -0
+
+
+def usual_errors(predictor: Any) -> list[float]:
+    """Return for each target by how much half of the evaluated samples are off; 0: not known."""
+    prediction, target = (predictor.evaluated.get(key) for key in ("prediction", "target"))
+    if prediction is None or target is None:
+        return [0.0] * len(predictor.metadata["targets"])
+    return (prediction - target).abs().median(0).values.tolist()
 
 
 def in_words(name: str) -> str:
@@ -161,23 +183,39 @@ def in_words(name: str) -> str:
     return name.replace("_", " ").strip() or name
 
 
-def make_field(metadata: dict[str, Any], column: Column) -> Any:
-    """Make a list of categories, a date, or a slider; it begins with what is usual in training."""
+def first_row(predictor: Any) -> np.ndarray:
+    """Return the features of an evaluated row that lacks no cell, or else their means."""
+    metadata = predictor.metadata
+    low, high = np.array(metadata["feature_range"]).T
+    rows = predictor.evaluated.get("feature", torch.zeros(0, len(low))).double().numpy()
+    for column in (Column(**column) for column in metadata["columns"]):
+        first = metadata["features"].index(column.feature_names()[0])
+        if column.categories is not None:
+            known = [first + n for n, text in enumerate(column.categories) if text not in MISSING]
+            rows = rows[(rows[:, known] > 0.5).any(1)]  # they have been in float32
+        elif column.fill is not None:
+            rows = rows[~np.isclose(rows[:, first], column.fill)]
+    rows = rows[(np.abs(rows - rows.clip(low, high)) <= 1e-5 * (high - low) + 1e-6).all(1)]
+    return np.concatenate([rows, [metadata["feature_mean"]]])[0]
+
+
+def make_field(metadata: dict[str, Any], column: Column, row: np.ndarray) -> Any:
+    """Make a list of categories, a date, or a slider, which begins with the features of a row."""
     import gradio
 
     label = in_words(column.name)
     names = column.feature_names()
     number = metadata["features"].index(names[0])
-    means = metadata["feature_mean"][number : number + len(names)]
     if column.categories is not None:
-        usual = column.categories[int(np.argmax(means))]
-        return gradio.Dropdown(column.categories, value=usual, label=label, render=False)
+        begin = column.categories[row[number : number + len(names)].argmax()]
+        return gradio.Dropdown(column.categories, value=begin, label=label, render=False)
     low, high = metadata["feature_range"][number]
     if column.days:
-        day, first, last = (str(np.datetime64(round(day), "D")) for day in (means[0], low, high))
+        days = (row[number], low, high)
+        day, first, last = (str(np.datetime64(round(day), "D")) for day in days)
         return gradio.Textbox(day, label=label, info=f"in training {first} to {last}", render=False)
     is_whole = metadata["feature_whole"][number]
-    start = round(means[0]) if is_whole else float(f"{means[0]:.6g}")
+    start = round(row[number]) if is_whole else float(f"{row[number]:.6g}")
     step = 1.0 if is_whole else None
     return gradio.Slider(low, high, start, step=step, label=label, render=False)
 
@@ -187,7 +225,8 @@ def build_table_page(page: Any, predictor: Any) -> None:
     import gradio
 
     columns = [Column(**column) for column in predictor.metadata["columns"]]
-    inputs = [make_field(predictor.metadata, column) for column in columns]
+    row = first_row(predictor)
+    inputs = [make_field(predictor.metadata, column, row) for column in columns]
     answer = answer_row(predictor, *(field.value for field in inputs))
     answer_box = gradio.HTML(answer, elem_classes="said")
     for field in inputs:
@@ -198,7 +237,7 @@ def build_table_page(page: Any, predictor: Any) -> None:
 def answer_text(predictor: Any, text: str) -> tuple:
     """Return what is shown for a text: the answer and the probabilities."""
     if not text.strip():
-        return WHAT_TO_DO["text"], None
+        return WHAT_TO_DO["text"], ""
     inputs, doubt = predictor.read(text)
     return answer_of_classes(predictor, predictor(inputs)[0], doubt)
 
@@ -209,7 +248,7 @@ def build_text_page(page: Any, predictor: Any) -> None:
 
     answer_box = gradio.HTML(WHAT_TO_DO["text"], elem_classes="said")
     text = gradio.Textbox(lines=8, label="a text", elem_id="text")
-    shares = gradio.Label(num_top_classes=MAX_SHARES, show_label=False, show_heading=False)
+    shares = gradio.HTML()
     text.change(partial(answer_text, predictor), text, [answer_box, shares], **QUICK)
 
 
@@ -235,10 +274,9 @@ def describe_quality(predictor: Any) -> str:
         most = target.bincount().max() / len(target)
         what = f"predicts {names[0]}, and " if names else ""
         return f"It {what}is right for {share:.1%} of {seen}; the largest class has {most:.1%}."
-    halves = (prediction - target).abs().median(0).values.tolist()
     return " ".join(
         f"It predicts {name}, and is off by less than {rounded(half, 3)} for half of {seen}."
-        for name, half in zip(names, halves, strict=True)
+        for name, half in zip(names, usual_errors(predictor), strict=True)
     )
 
 
