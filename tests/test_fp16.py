@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import rows
+from conftest import forget_accelerator, rows
 from faults import digests
 from loops import Still, changed
 from loss_scale import SCALE, accelerator_in_fp16, scaled_float32
@@ -61,6 +61,15 @@ def test_a_step_that_overflows_is_skipped_and_a_resume_has_the_loss_scale(
     run_main("train_mnist", f"{flags} --resume {run_dir}/checkpoints/step-0000000004")
     assert steps == made[4 + progress["num_skipped"] :]
     assert checkpoint(run_dir, LAST) == whole and digests(run_dir) == files
+
+
+def test_a_checkpoint_of_float32_goes_on_under_fp16(tmp_path, monkeypatch):
+    run_dir, train = tmp_path / "run", changed()
+    train(f"--run-dir {run_dir} --epochs 1")
+    forget_accelerator()
+    monkeypatch.setattr(trainkit.run.session, "Accelerator", accelerator_in_fp16)
+    train(f"--run-dir {run_dir} --epochs 2 --resume latest")
+    assert rows(run_dir, "epochs")[-1]["epoch"] == 2
 
 
 def train_two(run_dir: Path, order: str, overflows: tuple[int, ...] = ()) -> list[float]:

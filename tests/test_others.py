@@ -1,5 +1,7 @@
 """Optimizers and layers of others: they train in every world, resume to the byte, or are named."""
 
+from functools import partial
+
 import pytest
 import sharded
 import torch
@@ -168,3 +170,9 @@ def test_a_state_of_a_class_of_its_own_is_refused_or_trusted(tmp_path):
     with torch.serialization.safe_globals([Projector]):
         train(f"--epochs 1 --run-dir {tmp_path}/trusted")
         train(f"--epochs 1 --run-dir {tmp_path}/trusted --resume auto")
+
+
+@pytest.mark.parametrize("first", [nn.LazyLinear, partial(nn.Linear, 2, device="meta")])
+def test_a_weight_without_values_is_named(tmp_path, first):
+    with pytest.raises(Exception, match="weight of a model has no values yet: give a lazy layer"):
+        changed()(f"--run-dir {tmp_path}/run", first=lambda: first(4))

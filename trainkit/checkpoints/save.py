@@ -220,6 +220,9 @@ class Checkpoints:
 
     def _load_state(self, folder: Path) -> None:
         accelerator = self.accelerator
+        scaler = accelerator.scaler
+        if not (folder / "scaler.pt").exists():  # it was saved without fp16
+            accelerator.scaler = None
         with safe_globals(parts.SAFE):
             accelerator.load_state(
                 folder.resolve(),  # load_state would expand a ~
@@ -227,6 +230,7 @@ class Checkpoints:
                 map_location="cpu",  # else a GPU would hold all optimizer state twice
                 strict=False,  # checkpoints leave out frozen weights
             )
+        accelerator.scaler = scaler
         seed_host(0)  # replaces what random_states_*.pkl set
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
 

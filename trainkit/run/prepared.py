@@ -37,6 +37,12 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
         )
     if not optimizers:
         raise RuntimeError("accelerator.prepare was given no optimizer: prepare every optimizer")
+    named = (pair for model in models for pair in model.named_parameters())
+    if empty := [n for n, w in named if w.is_meta or nn.parameter.is_lazy(w)]:
+        raise RuntimeError(
+            f"{empty[0]} of a model has no values yet: give a lazy layer a batch, or load what is "
+            "on the meta device, before the optimizer is made"
+        )
     states = (pair for model in models for pair in model.state_dict().items())
     if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
         raise RuntimeError(
