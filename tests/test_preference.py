@@ -187,6 +187,17 @@ def test_each_way_to_write_a_pair_is_the_same_pair(make, row):
     assert pairs.plan.get("not read") == ("score" if "score" in row else None)
 
 
+def test_texts_without_a_prompt_are_split_where_they_begin_to_differ_and_that_is_said(make):
+    asked = "Human: say\n\nAssistant: "
+    row = {"chosen": asked + "ok I", "rejected": asked + "no"}
+    pairs = make(row, row)
+    assert pairs.plan["data"].startswith("2 rows of chosen and rejected, split where they begin to")
+    shown = r"Human: say\n\nAssistant:[[ "
+    assert pairs.plan["chosen"] == f"{shown}ok I<end>]]"
+    assert pairs.plan["rejected"] == f"{shown}no<end>]]"
+    assert [preferences.split_at(*pair) for pair in (("a", "ab"), ("", "a"), ("b", "a"))] == [0] * 3
+
+
 def test_what_is_cut_or_dropped_is_counted(make):
     lost, same = TEXTS | {"prompt": LONG}, TEXTS | {"chosen": f"{LONG}4", "rejected": f"{LONG}5"}
     pairs = make(TEXTS, TEXTS, lost, same, TEXTS | {"rejected": "4"})

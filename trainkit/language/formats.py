@@ -44,7 +44,7 @@ class Conversation(NamedTuple):
     """The turns of a conversation, as chat templates take them, or one text."""
 
     turns: list[Turn]  # the arguments of their calls of tools are values, and no JSON
-    num_prompt: int = 0  # turns at the start, of which none is learned
+    num_prompt: int = 0  # turns, or letters of the text, at the start, of which none is learned
     tools: Sequence[Any] = ()  # descriptions for the template
     text: str | None = None  # used instead of turns, without a chat template
     unread: tuple[str, ...] = ()  # columns of its row that are not empty and were not read

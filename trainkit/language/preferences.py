@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trainkit.language.pretrained import LanguageConfig
 
 NUM_AT_ONCE = 8  # pairs of a batch
+SPLIT = "chosen and rejected, split where they begin to differ, as by TRL, in no chat template"
 
 
 class Pair(NamedTuple):
@@ -74,7 +75,8 @@ def load_pairs(config: "LanguageConfig") -> ChatSets:
 def read_pair(row: Any) -> tuple[str, tuple[Conversation, Conversation]]:
     """Return what is read, the chosen and the rejected conversation: they begin with one prompt.
 
-    It is in a column of its own, at the start of both lists of turns, or both.
+    It is in a column of its own, at the start of both lists of turns, or both. Two texts without
+    such a column are split where they begin to differ.
     """
     if not isinstance(row, dict) or not {"chosen", "rejected"} <= {*row}:
         raise ValueError("it has no chosen and rejected")
@@ -85,7 +87,15 @@ def read_pair(row: Any) -> tuple[str, tuple[Conversation, Conversation]]:
         row = {name: value for name, value in row.items() if name != column}
         column = ""
     elif not column:
-        raise ValueError("it has no prompt: give it in a column prompt, or as turns of both sides")
+        texts = [as_turns(row[side], "assistant")[0]["content"] for side in ("chosen", "rejected")]
+        if texts != [row["chosen"], row["rejected"]]:
+            raise ValueError(
+                "it has no prompt: give it in a column prompt, or as turns of both sides"
+            )
+        num = split_at(*texts)
+        split = (read_conversation(row | {"text": text}, "", "text") for text in texts)
+        chosen, rejected = (side._replace(num_prompt=num) for side in split)
+        return SPLIT, (chosen, rejected)
     chosen, rejected = (read_conversation(row, column, side) for side in ("chosen", "rejected"))
     num = num_equal(comparable(chosen.turns), comparable(rejected.turns))
     num = max(0, min(num, len(chosen.turns) - 1, len(rejected.turns) - 1))
@@ -95,6 +105,15 @@ def read_pair(row: Any) -> tuple[str, tuple[Conversation, Conversation]]:
     turns = chosen.turns[:num] + rejected.turns[num:]
     both = chosen._replace(num_prompt=num), rejected._replace(num_prompt=num, turns=turns)
     return "chosen and rejected", both
+
+
+def split_at(chosen: str, rejected: str) -> int:
+    """Return where the prompt of two texts ends, by the rule of extract_prompt of TRL.
+
+    It is their first difference, or the space before it, and each answer has a letter or more.
+    """
+    num = max(0, min(num_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
+    return num - (chosen[:num][-1:] == " ")
 
 
 def collate_pairs(pairs: list[Pair]) -> PairBatch:

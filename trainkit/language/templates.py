@@ -72,6 +72,9 @@ class Chat:
         if self.tokenizer.chat_template:
             turns = Conversation([{"role": "user", "content": prompt}]).with_system(system).turns
             return self.tokenize(self.render(self.hide(turns), ask=True))
+        return self._ask_plainly(prompt)
+
+    def _ask_plainly(self, prompt: str) -> list[int]:
         # A token is predicted from those before it, so the first one of an answer needs one too.
         start = [self.tokenizer.eos_token_id, self.tokenizer.bos_token_id]
         return self._begin(prompt) or [token for token in start if token is not None][:1]
@@ -105,16 +108,21 @@ class Chat:
 
     def _encode_plainly(self, conversation: Conversation) -> Sample:
         """Return the sample of a text, or without a chat template of a prompt and its answer."""
-        ask, turns, eos = [], conversation.turns, self.tokenizer.eos_token_id
-        if conversation.text is not None:
-            answer = self._begin(conversation.text)
+        turns, text, num = conversation.turns, conversation.text, conversation.num_prompt
+        eos = self.tokenizer.eos_token_id
+        if text is not None:
+            prompt, said = text[:num], text[num:]
         elif [turn["role"] for turn in turns] == ["user", "assistant"] and not _others(turns[1]):
-            ask = self.ask(turns[0]["content"])
-            answer = self.tokenizer(turns[1]["content"], add_special_tokens=False).input_ids
+            prompt, said = (turn["content"] for turn in turns)
         else:
             raise ValueError(
                 "it has turns, calls or thoughts, and the tokenizer of --base has no chat template"
             )
+        if text is not None and not num:
+            ask, answer = [], self._begin(said)
+        else:
+            ask = self._ask_plainly(prompt)
+            answer = self.tokenizer(said, add_special_tokens=False).input_ids
         if eos is not None and answer[-1:] != [eos]:
             answer = [*answer, eos]
         return _sample(ask + answer, [(len(ask), len(ask + answer))])
