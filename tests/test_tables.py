@@ -91,8 +91,7 @@ READ = {
                                 ["--separator", r"\s+"], ALL),
     "lists in a cell": ("t.json", records(tags=[["x"]] * 30, at=[{"x": 1}] * 30), [], ALL),
     "a title above the names": ("t.csv", b"Sales, 2025\n" + text(), ["--header-row", 2], ALL),
-    "nothing but an index": ("t.csv", b",y\n" + b"1,3\n2,5\n7,1\n" * 9,
-                             ["--features", "Unnamed: 0"], ["Unnamed: 0"]),
+    "nothing but an index": ("t.csv", b",y\n" + b"1,3\n2,5\n7,1\n" * 9, [], ["Unnamed: 0"]),
     "two units": ("t.csv", csv("a", ["$1", "$2", "$3", "EUR 5"]), ["--features", "a"],
                   ["a=$1", "a=$2", "a=$3", "a=EUR 5"]),
 }  # fmt: skip
@@ -121,6 +120,10 @@ def test_a_table_is_read_as_it_was_meant(case):
     train, test, metadata = read(path, *flags)
     assert metadata["features"] == features
     assert any(map(INDEX.fullmatch, metadata["left_out"])) == case.startswith("index left out")
+    said = metadata["plan"]["columns"].endswith(
+        "nothing but an index is used, as nothing else can be"
+    )
+    assert said == case.startswith("nothing but")
     # What a run is trained from, predict.py takes.
     written = predicted(model := untrained(metadata), path)
     assert len(written) == len(train) + len(test) >= 15

@@ -247,13 +247,20 @@ def split_and_learn(
 
 
 def learn_columns(rows: UsedRows, train: np.ndarray, config: TableConfig) -> list[Column]:
-    """Learn from its training rows how each feature is encoded, or why it is left out."""
+    """Learn from its training rows how each feature is encoded, or why it is left out.
+
+    An index is used if it is named, or nothing else can be, as of values one after the other.
+    """
     names = rows.table.columns.drop([column.name for column in rows.targets])
+    learned = [learn_column(rows.table[name], train, *rows.how) for name in names]
+    is_used = [not (column.problem or INDEX.fullmatch(column.name)) for column in learned]
+    if config.features or not any(is_used):
+        return learned
     return [
-        Column(name, problem="left out: an index")
-        if INDEX.fullmatch(name) and not config.features
-        else learn_column(rows.table[name], train, *rows.how)
-        for name in names
+        Column(column.name, problem="left out: an index")
+        if INDEX.fullmatch(column.name)
+        else column
+        for column in learned
     ]
 
 
@@ -321,6 +328,8 @@ def describe_use(learned: list[Column], rows: UsedRows) -> dict[str, str]:
     columns = [column for column in learned if not column.problem]
     targets = [column for column in rows.targets if column.categories is None]
     special = [f"{c.name} ({c})" for c in (*learned, *targets) if str(c) != "number"]
+    if columns and all(INDEX.fullmatch(column.name) for column in columns):
+        special.append("nothing but an index is used, as nothing else can be")
     num_features = sum(len(column.feature_names()) for column in columns)
     plan = {"features": f"{num_features}, from {count(len(columns), 'column')}"}
     plan["columns"] = shorten(special, frames.MAX_SHOWN) or "numbers"
