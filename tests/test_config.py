@@ -154,7 +154,7 @@ def late(words):
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        ("--start-from gone", "--start-from gone cannot be read .docs/resume.md says how"),
+        ("--start-from gone", "--start-from gone cannot be read .docs/resume.md makes a safe"),
         ("--start-from pipe", "--start-from pipe cannot be read: it is not a file"),
         ("--start-from text", "--start-from text cannot be read .*header too large"),
         ("--resume gone", "--resume gone is not in run.checkpoints, and a run continues only"),

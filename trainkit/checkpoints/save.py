@@ -45,7 +45,7 @@ from trainkit.numbers.optim import keep_when_loading
 from trainkit.numbers.orders import Progress
 from trainkit.numbers.randoms import seed_host
 from trainkit.repairs.private_names import prepared_models, prepared_optimizers
-from trainkit.repairs.replaced import count_micro_batches_anew
+from trainkit.repairs.replaced import count_micro_batches_anew, without_loss_scale
 from trainkit.store.atomic import sync
 from trainkit.store.jsons import to_json
 from trainkit.store.log import JsonlTracker
@@ -220,17 +220,14 @@ class Checkpoints:
 
     def _load_state(self, folder: Path) -> None:
         accelerator = self.accelerator
-        scaler = accelerator.scaler
-        if not (folder / "scaler.pt").exists():  # it was saved without fp16
-            accelerator.scaler = None
-        with safe_globals(parts.SAFE):
+        is_new_scale = not (folder / "scaler.pt").exists()  # it was saved without fp16
+        with without_loss_scale(accelerator, hide=is_new_scale), safe_globals(parts.SAFE):
             accelerator.load_state(
                 folder.resolve(),  # load_state would expand a ~
                 load_kwargs={"mmap": True, "weights_only": True},
                 map_location="cpu",  # else a GPU would hold all optimizer state twice
                 strict=False,  # checkpoints leave out frozen weights
             )
-        accelerator.scaler = scaler
         seed_host(0)  # replaces what random_states_*.pkl set
         count_micro_batches_anew(accelerator)  # a checkpoint is between two optimizer steps
 

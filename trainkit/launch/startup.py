@@ -62,9 +62,11 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
         main()
         code = 0
     except (UsageError, RunFailure, Stopped) as error:
-        is_lost = isinstance(error, LostProcess | Stopped)
-        text = contact.cause_of(error, str(error), is_lost)
-        _end(f"error: {text}", error.exit_code, is_main_rank() or isinstance(error, LoneFailure))
+        text, is_alone = str(error), isinstance(error, LoneFailure)
+        if is_alone or isinstance(error, Stopped):  # the others are raised on all processes
+            is_lost = isinstance(error, LostProcess | Stopped)
+            text = contact.cause_of(error, text, is_lost)
+        _end(f"error: {text}", error.exit_code, is_main_rank() or is_alone)
     except SystemExit as end:
         if isinstance(end.code, str):
             raise
@@ -80,7 +82,8 @@ def run(main: Callable[[], Any], prints_results: bool = False) -> None:
                 f"process {contact.own_rank()} {reason}; the checkpoints are intact: remove the "
                 "cause, then start the same command with --resume auto"
             )
-        text = contact.cause_of(error, text, str(reason).startswith("lost contact"))
+        if not is_on_all:
+            text = contact.cause_of(error, text, str(reason).startswith("lost contact"))
         _end(f"error: {text}", EXIT_FAILURE, bool(text) and (is_main_rank() or not is_on_all))
     with contextlib.suppress(OSError, ValueError):  # a stream of another kind, or closed
         sys.stdout.flush()

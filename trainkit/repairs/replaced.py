@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import accelerate.accelerator
@@ -200,6 +201,15 @@ def take_loss_scale(
     update = scaler.update
     scaler.update = lambda: None
     return update
+
+
+@contextmanager
+def without_loss_scale(accelerator: Accelerator, hide: bool) -> Iterator[None]:
+    """In the body Accelerate has no loss scale if `hide`, so load_state does not look for one."""
+    scaler = accelerator.scaler
+    accelerator.scaler = None if hide else scaler
+    yield
+    accelerator.scaler = scaler
 
 
 def take_registered(accelerator: Accelerator) -> list[Any]:

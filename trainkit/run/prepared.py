@@ -37,18 +37,7 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
         )
     if not optimizers:
         raise RuntimeError("accelerator.prepare was given no optimizer: prepare every optimizer")
-    named = (pair for model in models for pair in model.named_parameters())
-    if empty := [n for n, w in named if w.is_meta or nn.parameter.is_lazy(w)]:
-        raise RuntimeError(
-            f"{empty[0]} of a model has no values yet: give a lazy layer a batch, or load what is "
-            "on the meta device, before the optimizer is made"
-        )
-    states = (pair for model in models for pair in model.state_dict().items())
-    if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
-        raise RuntimeError(
-            f"{others[0]} of a model is not a tensor with its own storage, and checkpoints hold "
-            "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
-        )
+    check_tensors(models)
     strange = {*weights_of(*optimizers)} - {w for model in models for w in model.parameters()}
     if strange:
         raise RuntimeError(
@@ -68,6 +57,22 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
                 "would restart it: prepare it with its optimizer, or, if it is not torch's, give "
                 "it to accelerator.register_for_checkpointing(...)"
             )
+
+
+def check_tensors(models: Sequence[nn.Module]) -> None:
+    """Raise RuntimeError if a weight has no values, or a checkpoint could not hold a state."""
+    named = (pair for model in models for pair in model.named_parameters())
+    if empty := [n for n, w in named if w.is_meta or nn.parameter.is_lazy(w)]:
+        raise RuntimeError(
+            f"{empty[0]} of a model has no values yet: give a lazy layer a batch, or load what is "
+            "on the meta device, before the optimizer is made"
+        )
+    states = (pair for model in models for pair in model.state_dict().items())
+    if others := [n for n, x in states if not hasattr(x, "stride") or 0 in x.stride()]:
+        raise RuntimeError(
+            f"{others[0]} of a model is not a tensor with its own storage, and checkpoints hold "
+            "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
+        )
 
 
 def check_loader(
