@@ -5,6 +5,7 @@ The short part runs with the other tests. The long one prints a table of what wa
     python -m pytest -m slow tests/test_faults.py -s
 """
 
+import random
 import re
 import shutil
 import signal
@@ -166,6 +167,31 @@ def test_a_folder_that_cannot_be_written_is_refused(nursery, arguments, tmp_path
         assert str(run_dir) in outcome.error(2)
 
 
+def strike_at_random_times(
+    sweep: Sweep, row: Row, num_strikes: int, number: int, rank: int | None = None
+):
+    """Send a signal to a run again and again, let it finish every sixth time, compare."""
+    generator = random.Random(0)
+    sweep.clear()
+    wanted, count = row.tried + num_strikes, 0
+    while row.tried < wanted:
+        count += 1
+        # Three quarters of the strikes meet the training, whose share of a short run is small.
+        early = generator.random() < 0.25
+        earliest, latest = 0.1 * sweep.seconds, 1.1 * sweep.seconds
+        at = generator.uniform(earliest if early else sweep.start_seconds, latest)
+        outcome = sweep.run(row, kill=[[at, rank, number]])
+        # Ended by the signal; saved and stopped; done before it came; or left by a peer that ended.
+        assert {*outcome.codes} <= {-number, 75, 0, 1}, outcome.output
+        assert sweep.world > 1 or 1 not in outcome.codes, outcome.output
+        done = outcome.codes == [0] * sweep.world
+        row.tried += not done
+        if done or count % 6 == 0:
+            sweep.finish(row)
+            sweep.clear()
+    sweep.finish(row)
+
+
 EXAMPLES = {
     "examples.gan": "",  # two models, each with an optimizer
     "examples.gpt": "--num-bytes 16000 --batch-size 24 --layers 1 --width 32 --ema 0.9",
@@ -182,6 +208,17 @@ def test_sweep(nursery, arguments, tiny_mnist, tmp_path, script, world):
     more = EXAMPLES.get(script, "").split() or ["--dataset", tiny_mnist]
     sweep = Sweep(nursery, script, arguments.get(script, [*shared, *more]), world, tmp_path)
     rows = sweep.break_each_save()
+    num_strikes, num_others = (80, 20) if script in SCRIPTS else (20, 10)
+    at_random = [
+        ("SIGKILL of all at a random time", num_strikes, signal.SIGKILL, None),
+        ("SIGTERM to all at a random time", num_others, signal.SIGTERM, None),
+        ("SIGKILL of the first process", num_others, signal.SIGKILL, 0),
+        ("SIGKILL of the last process", num_others, signal.SIGKILL, 1),
+    ]
+    for fault, number_of_strikes, number, rank in at_random[: 2 * world]:
+        rows.append(row := Row(fault, script, world))
+        strike_at_random_times(sweep, row, number_of_strikes, number, rank)
+        row.show()
     assert all(row.good() for row in rows), rows
 
 
