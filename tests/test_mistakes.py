@@ -133,9 +133,13 @@ MISTAKES: dict[str, tuple[tuple[str, str], str]] = {
         (r"m.parameters\(\)", "[*m.parameters(), nn.Parameter(torch.ones(1))]"),
         "2 of the optimizers' weights are in no model that accelerator.prepare was given",
     ),
+    "an optimizer with a closure": (
+        (r"make_optimizer\(.*\) for m", "torch.optim.LBFGS(m.parameters()) for m"),
+        "LBFGS computes the loss several times in a step, by a closure",
+    ),
     "an optimizer that is not prepared": (
         (r"\[run.accelerator.prepare\(each\) for each in optimizers\]", "optimizers"),
-        "accelerator.prepare was given no optimizer",
+        "accelerator.prepare was given no torch.optim.Optimizer",
     ),
     # Evaluations, and the ends of epochs.
     "too few rows": (

@@ -176,3 +176,65 @@ def test_a_state_of_a_class_of_its_own_is_refused_or_trusted(tmp_path):
 def test_a_weight_without_values_is_named(tmp_path, first):
     with pytest.raises(Exception, match="weight of a model has no values yet: give a lazy layer"):
         changed()(f"--run-dir {tmp_path}/run", first=lambda: first(4))
+
+
+class Around(torch.optim.Optimizer):
+    """As timm's Lookahead: around another optimizer, and without the hooks of torch's class."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
+        self.param_groups = inner.param_groups
+        self.load_state_dict, self.state_dict = inner.load_state_dict, inner.state_dict
+
+    def step(self, closure=None):
+        self.inner.step()
+        for weight in self.param_groups[0]["params"]:
+            slow = self.inner.state[weight].setdefault("slow", weight.detach().clone())
+            slow.lerp_(weight.detach(), 0.5)
+            weight.data.copy_(slow)
+
+
+def test_an_optimizer_around_another_one_is_resumed_to_the_byte(tmp_path):
+    def kill(run, number):
+        assert number != 9
+
+    made = r"Around(make_optimizer(run.accelerator, m.parameters(), args))"
+    train = changed((r"make_optimizer\(.*\) for m", f"{made} for m"), Around=Around)
+    flags = "--save-every", 4, "--resume", "auto", "--run-dir"
+    train(*flags, tmp_path / "whole")
+    with pytest.raises(AssertionError):
+        train(*flags, tmp_path / "killed", body=kill)
+    train(*flags, tmp_path / "killed")
+    assert_same_bytes(tmp_path / "whole", tmp_path / "killed")
+
+
+class Plateau:
+    """As timm's: around a schedule of torch's, which its state leaves out."""
+
+    def __init__(self, optimizer):
+        self.inner = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_schedule_within_a_registered_thing_comes_back(tmp_path):
+    counts = []
+
+    def body(run, number):
+        schedule = run.checkpoints.contents.things[0].inner
+        if number % 6 == 0:  # at the start of an epoch
+            schedule.step(9.0)
+            counts.append((number, schedule.num_bad_epochs, schedule.last_epoch))
+
+    register = "run.accelerator.register_for_checkpointing(Plateau(optimizers[0]))"
+    train = changed((r"^( +)run.begin\(", rf"\1{register}\n\1run.begin("), Plateau=Plateau)
+    train("--epochs", 3, "--run-dir", tmp_path / "whole", body=body)
+    whole = counts.copy()
+    counts.clear()
+    train("--epochs", 1, "--run-dir", tmp_path / "again", body=body)
+    train("--epochs", 3, "--resume", "auto", "--run-dir", tmp_path / "again", body=body)
+    assert [count[2] for count in counts] == [count[2] for count in whole] == [1, 2, 3]

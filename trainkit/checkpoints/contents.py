@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.checkpoints.hashing import hash_fixed, text_of
 from trainkit.checkpoints.parts import Parts, check_loadable, load_tree
@@ -107,7 +108,10 @@ class Contents:
         self.frozen = frozen
         self.averages = averages
         self.state = State()
-        self.things = take_registered(accelerator)
+        given = take_registered(accelerator)
+        # timm's PlateauLRScheduler leaves the count of the schedule in it out of its state.
+        inner = (part for thing in given for part in getattr(thing, "__dict__", {}).values())
+        self.things = [*given, *(part for part in inner if isinstance(part, LRScheduler))]
         self.kinds = [type(thing).__name__ for thing in self.things]
         self.fixed = [
             (name, module, Marks(tensors_of(module)), hashes[f"fixed[{name}]"])

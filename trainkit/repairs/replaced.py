@@ -147,6 +147,15 @@ def take_modes(optimizer: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return modes
 
 
+def complete_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer around another one, as Lookahead is, the hooks that it was made without."""
+    torch.optim.Optimizer.__setstate__(optimizer, {})
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "hooked"):  # a schedule has taken it before
+        call = torch.optim.Optimizer.profile_hook_step(lambda _, *args: step(*args))
+        optimizer.step = functools.wraps(step)(functools.partial(call, optimizer))
+
+
 def wrap_method(accelerator: Accelerator, name: str, wrapper: Callable[..., Any]) -> None:
     """Make accelerator.NAME(...) call wrapper(method, ...), with what it was before."""
     setattr(accelerator, name, functools.partial(wrapper, getattr(accelerator, name)))

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -17,7 +18,7 @@ from trainkit.repairs.private_names import (
     prepared_schedulers,
     registered_things,
 )
-from trainkit.repairs.replaced import fix_bucket_order, name_without_compiler
+from trainkit.repairs.replaced import complete_hooks, fix_bucket_order, name_without_compiler
 from trainkit.text import count
 
 
@@ -36,7 +37,10 @@ def check_prepared(accelerator: Accelerator, num_models: int) -> None:
             "use that function, because Accelerate may yield samples of other loaders twice"
         )
     if not optimizers:
-        raise RuntimeError("accelerator.prepare was given no optimizer: prepare every optimizer")
+        raise RuntimeError(
+            "accelerator.prepare was given no torch.optim.Optimizer: prepare every optimizer (the "
+            "wrapper of schedulefree is none: use its AdamWScheduleFree or SGDScheduleFree)"
+        )
     check_tensors(models)
     strange = {*weights_of(*optimizers)} - {w for model in models for w in model.parameters()}
     if strange:
@@ -72,6 +76,16 @@ def check_tensors(models: Sequence[nn.Module]) -> None:
         raise RuntimeError(
             f"{others[0]} of a model is not a tensor with its own storage, and checkpoints hold "
             "nothing else: keep what get_extra_state returns in a buffer, clone what expand returns"
+        )
+
+
+def check_optimizer(kind: type) -> None:
+    """Raise RuntimeError for a kind of optimizer that needs a closure."""
+    if issubclass(kind, torch.optim.LBFGS) or hasattr(kind, "first_step"):  # as SAM has
+        raise RuntimeError(
+            f"{kind.__name__} computes the loss several times in a step, by a closure, and a step "
+            "of this loop computes it once: use another optimizer, or fit such a model outside of "
+            "this loop"
         )
 
 
@@ -115,6 +129,9 @@ class Prepared:
         self.accelerator = accelerator
         self.models = prepared_models(accelerator)  # unwrap_model imports torch's compiler, 1.2 s
         self.optimizers = prepared_optimizers(accelerator)
+        for optimizer in self.optimizers:
+            check_optimizer(type(optimizer.optimizer))
+            complete_hooks(optimizer.optimizer)
         for model in self.models:
             name_without_compiler(model)
             if is_trained(model) and not any(layer.training for layer in model.modules()):
