@@ -175,6 +175,7 @@ def refuse(row, said, template=AS_VALUES):
         refuse(chat(user([{"type": "image_url"}]), says("ok")), "a turn holds image_url"),
         refuse(PAIR | {"label": False}, "its label is False: leave out"),
         refuse(PAIR | {"label": 0}, "its label is 0"),
+        refuse(PAIR | {"split": "test"}, "has the split 'test', and columns say no split"),
         refuse(PAIR | {"kto_tag": "false"}, "its kto_tag is false"),
         refuse(PAIR | {"images": ["a"]}, "has images, and only texts"),
         refuse(PAIR | {"chosen": "ok"}, "it has chosen: examples/preference.py"),

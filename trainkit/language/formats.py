@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
-from trainkit.errors import as_usage_error
+from trainkit.errors import UsageError, as_usage_error
 from trainkit.reading import splits
 from trainkit.reading.paths import is_read, read_here_or_from_hub, refuse_pipe
 from trainkit.text import count, nfc, shorten
@@ -80,6 +80,13 @@ def read_chat_rows(
     if eval_data:
         own, num, _ = read_chat_rows(eval_data, None, "--eval-data")
         given, name = own[-num:], f"--eval-data {eval_data}"
+    for where, row in train if flag == "--data" and not given else ():
+        said = row.get("split") if isinstance(row, dict) else None
+        if isinstance(said, str) and splits.says_split("split", [said]):
+            raise UsageError(
+                f"{where} has the split {said!r}, and columns say no split: write these rows to a "
+                "file of their own and give it as --eval-data"
+            )
     told = f"{name}: {count(len(given), 'row')}" if name else ""
     return train + given, len(given), splits.describe_given(told, unread)
 
