@@ -65,7 +65,7 @@ def test_the_quickstart_runs_from_a_fresh_clone(small_mnist, tmp_path, monkeypat
     assert made["num_processes"] == 2
     outputs = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
     text = "".join(output.get("text", "") for found in outputs.values() for output in found)
-    assert re.search(r"export/example\.png: \d ", text) and "skipped" in text
+    assert re.search(r"seven\.png: \d ", text) and "skipped" in text
     pictures = [output for found in outputs.values() for output in found if "data" in output]
     assert ["image/png" in picture["data"] for picture in pictures] == [True] * 3
     assert "resuming from runs/killed" in text or "it was done already" in text
