@@ -10,7 +10,7 @@ python train_mnist.py --resume auto
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -45,11 +45,11 @@ MEAN, STD = 0.1307, 0.3081  # of the MNIST training pixels, as fractions of 255
 class Compact(nn.Sequential):
     """Two convolutions, one hidden layer; BatchNorm would depend on how a batch is split."""
 
-    def __init__(self, num_classes: int):
+    def __init__(self, num_classes: int, first: int = 24, second: int = 32, hidden: int = 256):
         super().__init__(
-            nn.Conv2d(1, 24, 5, stride=2), nn.ReLU(),  # (n, 24, 12, 12)
-            nn.Conv2d(24, 32, 3), nn.MaxPool2d(2), nn.ReLU(),  # (n, 32, 5, 5)
-            nn.Flatten(), nn.Linear(800, 256), nn.ReLU(), nn.Linear(256, num_classes),
+            nn.Conv2d(1, first, 5, stride=2), nn.ReLU(),  # (n, 24, 12, 12)
+            nn.Conv2d(first, second, 3), nn.MaxPool2d(2), nn.ReLU(),  # (n, 32, 5, 5)
+            nn.Flatten(), nn.Linear(25 * second, hidden), nn.ReLU(), nn.Linear(hidden, num_classes),
         )  # fmt: skip
 
 
@@ -90,7 +90,13 @@ class Deep(nn.Sequential):
         )  # fmt: skip
 
 
-MODELS: dict[str, type] = {"compact": Compact, "lenet": LeNet, "wide": Wide, "deep": Deep}
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "compact": Compact,
+    "small": functools.partial(Compact, first=16, second=16, hidden=64),
+    "lenet": LeNet,
+    "wide": Wide,
+    "deep": Deep,
+}
 
 
 def make_model(metadata: dict[str, Any]) -> nn.Module:
@@ -102,7 +108,7 @@ def make_model(metadata: dict[str, Any]) -> nn.Module:
 class Config(GreyConfig):
     """Fields that are UNSET are set below, or by the number of pictures in load_data."""
 
-    model: Literal["compact", "lenet", "wide", "deep"] = "compact"
+    model: Literal["compact", "small", "lenet", "wide", "deep"] = "compact"
     """the network"""
     label_smoothing: Share = 0.1
     """of the training loss"""
