@@ -1,6 +1,7 @@
 """Decode pictures once, with all cores, into a file of uint8 values in the cache of `datasets`."""
 
 import json
+import math
 import os
 import warnings
 from collections import Counter
@@ -22,7 +23,7 @@ from trainkit.pictures.files import source_of
 from trainkit.reading.kept import no_bar
 from trainkit.store.atomic import replacing
 
-SIZE = 32  # pictures, which a worker decodes at a time
+NUM_BYTES = 2**18  # about, of the pictures that a worker decodes at a time
 NUM_ALONE = 256  # below this, starting workers costs more than it saves
 
 # read(file, side) returns a square of a picture, uint8, and its form: its size and mode in words.
@@ -30,7 +31,7 @@ Read = Callable[[BytesIO | Path, int], tuple[np.ndarray, str]]
 
 
 class Pictures(Dataset):
-    """Of each picture the bytes of its values, its form, and what is wrong with it, or ""."""
+    """Of some pictures the bytes of all values, the forms, the hashes in hex, and what is wrong."""
 
     def __init__(self, cells: datasets.Dataset, side: int, read: Read):
         self.cells, self.side, self.read = cells, side, read
@@ -38,10 +39,13 @@ class Pictures(Dataset):
     def __len__(self) -> int:
         return len(self.cells)
 
-    def __getitems__(self, rows: list[int]) -> list[tuple[bytes, str, str]]:
+    def __getitems__(self, rows: list[int]) -> tuple[bytes, Counter[str], str, list[str]]:
         (cells,) = self.cells[rows].values()
         with warnings.catch_warnings(action="ignore"):  # Pillow warns of the same for each file
-            return [self.decode(*pair) for pair in zip(rows, cells, strict=True)]
+            decoded = [self.decode(*pair) for pair in zip(rows, cells, strict=True)]
+        values, forms, problems = zip(*decoded, strict=True)
+        hashes = "".join(digest(value)[:16] for value in values)
+        return b"".join(values), Counter(forms), hashes, [*filter(None, problems)]
 
     def decode(self, row: int, cell: dict[str, Any] | None) -> tuple[bytes, str, str]:
         try:
@@ -93,20 +97,21 @@ def decode(
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     loader = DataLoader(
         pictures,
-        batch_size=SIZE,
+        batch_size=max(1, NUM_BYTES // math.prod(shape)),
         num_workers=(num_cores or 1) if len(pictures) > NUM_ALONE else 0,
-        collate_fn=tuple,  # as they are: the default would convert them
+        collate_fn=tuple,  # as it is: the default would convert it
         worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # else the seeds of the workers would be drawn from torch's
     )
-    forms, hashes, problems = Counter[str](), "", list[str]()
+    forms, hashes, problems = Counter[str](), list[str](), list[str]()
     header = {"descr": "|u1", "fortran_order": False, "shape": (len(pictures), *shape)}
     with open(path, "wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
-        for batch in tqdm(loader, desc="decoding", leave=False, delay=1, disable=no_bar()):
-            for values, form, problem in batch:
-                file.write(values)
-                forms[form] += 1
-                hashes += digest(values)[:16]
-                problems += [problem] if problem else []
-    return forms, hashes, problems
+        for values, found, hashed, wrong in tqdm(
+            loader, desc="decoding", leave=False, delay=1, disable=no_bar()
+        ):
+            file.write(values)
+            forms += found
+            hashes.append(hashed)
+            problems += wrong
+    return forms, "".join(hashes), problems

@@ -127,6 +127,8 @@ def fit_square(
     if fit is None:
         fit = "pad" if longer > LONG * short else "crop"
     size = side, side
+    if picture.size == size and fit != "pad":
+        return np.array(picture)  # to resize it would copy it twice more
     box = 0.0, 0.0, float(width), float(height)
     if fit == "crop":
         left, top = (width - short) / 2, (height - short) / 2
@@ -143,7 +145,8 @@ def read_square(
 ) -> tuple[np.ndarray, str]:
     """Return the grey values of a picture, uint8 (1, size, size), and its form."""
     picture, form = open_upright(file, greys=greys)
-    return fit_square(picture.convert("L"), size, fit)[None], form
+    grey = picture if picture.mode == "L" else picture.convert("L")
+    return fit_square(grey, size, fit)[None], form
 
 
 def read_centre(
