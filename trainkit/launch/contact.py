@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import time
 import traceback
 from collections.abc import Iterable
@@ -84,6 +85,16 @@ def waited(seconds: float, place: str) -> str:
         f"{shorten(others)}: let all processes make the same calls and, if one may take so long, "
         "raise --timeout"
     )
+
+
+def say_who_is_missing(store: Any, missing: Iterable[int]) -> None:
+    """Print where this process waits, and where those are that it waits for."""
+    own, *others = (
+        f"process {rank} in {life_of(store, rank).partition(' ')[2]}"
+        for rank in (int(own_rank()), *sorted(missing))
+    )
+    text = f"{own} still waits for {shorten(others)}, which is alive: stop the run if it waits too"
+    print(text, file=sys.stderr, flush=True)
 
 
 def own_rank() -> str:

@@ -194,6 +194,7 @@ def start_beating(accelerator: Accelerator) -> Callable[[], None]:
 def wait_for_all(accelerator: Accelerator, timeout: timedelta) -> None:
     """Wait until every process has called this, as long as those that have not are alive.
 
+    After `timeout` the first that waits says where they are: they may wait for it in turn.
     Every process must call this. Raises LostProcess if one has not shown for `timeout` that it is.
     """
     if accelerator.num_processes == 1 or not torch.distributed.is_initialized():
@@ -202,22 +203,26 @@ def wait_for_all(accelerator: Accelerator, timeout: timedelta) -> None:
     here = f"trainkit/arrived/{next(NUMBERS)}"
     store.add(f"{here}/{accelerator.process_index}", 1)
     store.add(here, 1)
+    ranks = {*range(accelerator.num_processes)}
     seen: dict[int, tuple[str, float]] = {}
+    say_at = time.monotonic() + timeout.total_seconds()
     wait = 0.001
-    while store.add(here, 0) < accelerator.num_processes:
+    while store.add(here, 0) < len(ranks):
         time.sleep(wait)
         wait = min(1.1 * wait, 0.2)  # a tenth of the time waited at most, for a save as well
         if wait == 0.2:  # only then does anybody look: most arrive at once
-            _check_beats(store, here, accelerator.num_processes, seen, timeout)
+            missing = {rank for rank in ranks if not store.add(f"{here}/{rank}", 0)}
+            _check_beats(store, missing, seen, timeout)
+            if time.monotonic() > say_at and accelerator.process_index == min(ranks - missing):
+                say_at = math.inf
+                contact.say_who_is_missing(store, missing)
 
 
 def _check_beats(
-    store: Any, here: str, num_processes: int, seen: dict[int, tuple[str, float]], limit: timedelta
+    store: Any, missing: set[int], seen: dict[int, tuple[str, float]], limit: timedelta
 ) -> None:
     now = time.monotonic()
-    for rank in range(num_processes):
-        if store.add(f"{here}/{rank}", 0):
-            continue
+    for rank in missing:
         beats = contact.life_of(store, rank)
         if rank not in seen or seen[rank][0] != beats:
             seen[rank] = beats, now
