@@ -1,6 +1,9 @@
 """Sets of others whose samples are a vector and its class: see _works_with.py."""
 
 import io
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -126,35 +129,59 @@ def of_files(kind: str, x: np.ndarray, y: np.ndarray, folder: Path) -> Any:
         return CacheDataset(samples, lambda row: row, progress=False)
     if kind == "torch_geometric":
         return graphs(x, y)
-    if kind == "streaming.MDS":
-        from streaming import MDSWriter, StreamingDataset
+    if kind.startswith("streaming.") or kind == "litdata":
+        if not (folder / "index.json").exists():
+            write_apart(kind, x, y, folder)
+        return Rows(open_stream(kind, folder))
+    return tars(kind, x, y, folder)
 
-        with MDSWriter(out=str(folder), columns={"x": "ndarray", "y": "int"}) as out:
-            for row, label in zip(x, y, strict=True):
-                out.write({"x": row, "y": int(label)})
-        return Rows(StreamingDataset(local=str(folder), batch_size=1))
-    if kind == "streaming.MDSReader":  # the files of MDS by index, without its order of its own
-        import json
 
-        from streaming import MDSWriter
-        from streaming.base.format import reader_from_json
+def write_apart(kind: str, x: np.ndarray, y: np.ndarray, folder: Path) -> None:
+    """Write the files of a stream before the run: their writers wait for all ranks."""
+    with tempfile.TemporaryDirectory() as given:
+        np.savez(f"{given}/rows.npz", x=x, y=y)
+        world = "RANK", "WORLD_SIZE", "MASTER", "TORCHELASTIC"
+        alone = {name: v for name, v in os.environ.items() if not any(w in name for w in world)}
+        command = [sys.executable, "-m", __name__, kind, f"{given}/rows.npz", folder]
+        subprocess.run(command, env=alone, check=True)
 
-        with MDSWriter(out=str(folder), columns={"x": "ndarray", "y": "int"}) as out:
-            for row, label in zip(x, y, strict=True):
-                out.write({"x": row, "y": int(label)})
-        (shard,) = json.loads((folder / "index.json").read_text())["shards"]
-        return Rows(reader_from_json(str(folder), None, shard))
+
+def write_stream(kind: str, rows: Path, folder: Path) -> None:
+    """Write the files of streaming or of litdata."""
+    x, y = (np.load(rows)[name] for name in "xy")
+    samples = [{"x": row, "y": int(label)} for row, label in zip(x, y, strict=True)]
     if kind == "litdata":
-        import litdata
         from litdata.streaming.cache import Cache
 
         cache = Cache(str(folder), chunk_size=16)
-        for number, (row, label) in enumerate(zip(x, y, strict=True)):
-            cache[number] = {"x": row, "y": int(label)}
+        for number, sample in enumerate(samples):
+            cache[number] = sample
         cache.done()
         cache.merge()
-        return Rows(litdata.StreamingDataset(str(folder)))
-    return tars(kind, x, y, folder)
+        return
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder), columns={"x": "ndarray", "y": "int"}) as out:
+        for sample in samples:
+            out.write(sample)
+
+
+def open_stream(kind: str, folder: Path) -> Any:
+    """What reads these files: with an order and a share of its own, or by index (MDSReader)."""
+    if kind == "litdata":
+        import litdata
+
+        return litdata.StreamingDataset(str(folder))
+    if kind == "streaming.MDS":
+        from streaming import StreamingDataset
+
+        return StreamingDataset(local=str(folder), batch_size=1)
+    import json
+
+    from streaming.base.format import reader_from_json
+
+    (shard,) = json.loads((folder / "index.json").read_text())["shards"]
+    return reader_from_json(str(folder), None, shard)
 
 
 def tars(kind: str, x: np.ndarray, y: np.ndarray, folder: Path) -> Any:
@@ -233,3 +260,7 @@ def make_set(kind: str, x: torch.Tensor, y: torch.Tensor) -> Any:
         return in_memory(kind, x, y)
     except KeyError:
         return of_files(kind, x.numpy(), y.numpy(), folder)
+
+
+if __name__ == "__main__":
+    write_stream(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

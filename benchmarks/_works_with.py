@@ -92,6 +92,8 @@ def make_optimizer(name: str, model: nn.Module, rate: float) -> torch.optim.Opti
 
         kind = kind.removeprefix("safe.")
         torch.serialization.add_safe_globals([GaLoreProjector])
+    if kind == "Ranger21":
+        return importlib.import_module(package).Ranger21(parameters, 20, lr=rate)
     module = {"torchao": "torchao.optim", "bitsandbytes": "bitsandbytes.optim"}
     return getattr(importlib.import_module(module.get(package, package)), kind)(parameters, lr=rate)
 

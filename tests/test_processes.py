@@ -92,7 +92,9 @@ def test_data_pictures_and_a_checkpoint_may_take_the_first_process_longer_than_t
     done = fork_main(SLOW, flags, world=2)
     assert done.codes == [0, 0], done.output
     assert "2 processes on cpu" in done.stdout
-    waits = r"process 1 in main, line \d+ of train_regression.py still waits for process 0 in slowly"
+    waits = (
+        r"process 1 in main, line \d+ of train_regression.py still waits for process 0 in slowly"
+    )
     assert re.search(waits, done.stderr), done.output
 
 
