@@ -54,6 +54,10 @@ MISTAKES: dict[str, tuple[tuple[str, str], str]] = {
         (SETS, "(Numbers(), type('Counted', (Numbers, CountedStream), {})())"),
         "the evaluation set is a Counted, whose samples have no index that is the same in any num",
     ),
+    "a stream behind a set": (
+        (SETS, "(Numbers(), (s := Numbers(), setattr(s, 'rows', CountedStream()))[0])"),
+        "the evaluation set is a CountedStream, whose samples have no index",
+    ),
     "a loader of torch": (
         (r"run.steps\(.*\)", "run.steps(DataLoader(Numbers()))"),
         r"the training loader that make_loaders\(...\) made",

@@ -25,6 +25,10 @@ def check_indexable(dataset: Any, name: str) -> None:
     for part in (getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())):
         if isinstance(dataset, Subset | ConcatDataset | StackDataset) and part is not None:
             check_indexable(part, name)
+    for part in getattr(dataset, "__dict__", {}).values():
+        is_sized = isinstance(part, IterableDataset) and hasattr(part, "__len__")
+        if is_sized and len(part) == len(dataset):  # passed on, and it is that of one process
+            check_indexable(part, name)
     # torch's Dataset has a __getitem__ that raises, and so has a stream, also one with len().
     reader = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
     makes_whole = hasattr(dataset, "__getitems__") or hasattr(dataset, "make_batch")
