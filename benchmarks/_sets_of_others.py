@@ -23,7 +23,7 @@ class OneByOne(Dataset):
         self.x, self.y = x, y
 
     def __len__(self) -> int:
-        return len(self.x)
+        return len(self.y)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.as_tensor(self.x[index]), torch.as_tensor(self.y[index])
@@ -96,8 +96,9 @@ def of_files(kind: str, x: np.ndarray, y: np.ndarray, folder: Path) -> Any:
     if kind == "h5py":
         import h5py
 
-        with h5py.File(folder / "rows.h5", "w") as file:
-            file["x"], file["y"] = x, y
+        if not (folder / "rows.h5").exists():  # one that is open cannot be written again
+            with h5py.File(folder / "rows.h5", "w") as file:
+                file["x"], file["y"] = x, y
         opened = h5py.File(folder / "rows.h5")
         return OneByOne(opened["x"], opened["y"])
     if kind == "zarr":
@@ -106,7 +107,7 @@ def of_files(kind: str, x: np.ndarray, y: np.ndarray, folder: Path) -> Any:
         stored = zarr.open_group(folder / "rows.zarr", mode="w")
         stored.create_array("x", data=x, chunks=(7, 8))
         stored.create_array("y", data=y)
-        return OneByOne(stored["x"], stored["y"])
+        return OneByOne(stored["x"], stored["y"][:])  # an Array of zarr has no len()
     if kind == "np.memmap":
         held = np.memmap(folder / "x.bin", np.float32, "w+", shape=x.shape)
         held[:] = x
