@@ -121,15 +121,14 @@ def of_files(kind: str, x: np.ndarray, y: np.ndarray, folder: Path) -> Any:
     if kind == "polars.DataFrame":
         import polars
 
-        frame = polars.DataFrame({"x": x.tolist(), "y": y})
-        return OneByOne([np.array(row, np.float32) for row in frame["x"].to_list()], frame["y"])
+        return Rows(Frame(polars.DataFrame({"x": x.tolist(), "y": y})))
     if kind == "monai.CacheDataset":
         from monai.data import CacheDataset
 
         samples = [{"x": row, "y": label} for row, label in zip(x, y, strict=True)]
         return CacheDataset(samples, lambda row: row, progress=False)
     if kind == "torch_geometric":
-        return graphs(x, y)
+        return Graphs(x, y)
     if kind.startswith("streaming.") or kind == "litdata":
         if not (folder / "index.json").exists():
             write_apart(kind, x, y, folder)
@@ -214,6 +213,19 @@ class Arrow:
         return self.table.slice(index, 1).to_pylist()[0]
 
 
+class Frame:
+    """Rows of a table of polars, as dicts."""
+
+    def __init__(self, frame: Any):
+        self.frame = frame
+
+    def __len__(self) -> int:
+        return self.frame.height
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.frame.row(index, named=True)
+
+
 class Lmdb(Dataset):
     """Rows of bytes in a database."""
 
@@ -236,15 +248,23 @@ class Lmdb(Dataset):
         return torch.from_numpy(held["x"]), torch.tensor(int(held["y"]))
 
 
-def graphs(x: np.ndarray, y: np.ndarray) -> Any:
-    """A list of graphs of four nodes, from which a vector of eight numbers is read."""
-    from torch_geometric.data import Data
+class Graphs(Dataset):
+    """Graphs of four nodes with two numbers each, read as a vector of eight."""
 
-    made = [
-        Data(x=torch.from_numpy(row).reshape(4, 2), y=torch.tensor([int(label)]))
-        for row, label in zip(x, y, strict=True)
-    ]
-    return OneByOne([graph.x.flatten() for graph in made], [graph.y[0] for graph in made])
+    def __init__(self, x: np.ndarray, y: np.ndarray):
+        from torch_geometric.data import Data
+
+        self.graphs = [
+            Data(x=torch.from_numpy(row).reshape(4, 2), y=torch.tensor([int(label)]))
+            for row, label in zip(x, y, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.graphs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        graph = self.graphs[index]
+        return graph.x.flatten(), graph.y[0]
 
 
 def make_set(kind: str, x: torch.Tensor, y: torch.Tensor) -> Any:

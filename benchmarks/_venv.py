@@ -17,8 +17,8 @@ def install(folder: Path, pins: str, alone: str = "") -> Path:
         pins: requirements; nothing that is here already takes another version for them.
         alone: requirements that are installed without what they ask for.
     """
-    python = folder / "bin/python"
-    if python.exists():
+    python, done = folder / "bin/python", folder / "installed"
+    if done.exists():
         return python
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     (path,) = folder.glob("lib/python*/site-packages")
@@ -33,6 +33,7 @@ def install(folder: Path, pins: str, alone: str = "") -> Path:
     subprocess.run([*pip, *pins.split()], check=True)
     if alone:
         subprocess.run([*pip, "--no-deps", *alone.split()], check=True)
+    done.touch()
     return python
 
 

@@ -149,7 +149,7 @@ def make_metric(name: str, logits: torch.Tensor, targets: torch.Tensor) -> float
         from sklearn.metrics import f1_score
 
         return float(f1_score(targets, guessed, average="macro"))
-    if name == "monai.ROCAUCMetric":
+    if name == "monai.compute_roc_auc":
         from monai.metrics import compute_roc_auc
 
         return float(compute_roc_auc(logits.softmax(1), F.one_hot(targets, 3)))

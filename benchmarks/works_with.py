@@ -58,7 +58,7 @@ SETS = """streaming.MDS streaming.MDSReader litdata webdataset wids h5py lmdb za
     list TensorDataset Dataset Subset ConcatDataset StackDataset random_split datasets.Dataset
     np.memmap torchvision.FakeData IterableDataset"""
 METRICS = """torchmetrics.SumMetric.synced torchmetrics.SumMetric torchmetrics.AUROC
-    torchmetrics.CalibrationError sklearn.roc_auc_score sklearn.f1_score monai.ROCAUCMetric
+    torchmetrics.CalibrationError sklearn.roc_auc_score sklearn.f1_score monai.compute_roc_auc
     evaluate.EvaluationModule"""
 TRACKERS = "tensorboard mlflow"
 PARTS = [

@@ -93,7 +93,7 @@ def say_who_is_missing(store: Any, missing: Iterable[int]) -> None:
         f"process {rank} in {life_of(store, rank).partition(' ')[2]}"
         for rank in (int(own_rank()), *sorted(missing))
     )
-    text = f"{own} still waits for {shorten(others)}, which is alive: stop the run if it waits too"
+    text = f"{own} still waits for {shorten(others)}: stop the run if they wait for each other"
     print(text, file=sys.stderr, flush=True)
 
 

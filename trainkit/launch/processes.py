@@ -194,7 +194,7 @@ def start_beating(accelerator: Accelerator) -> Callable[[], None]:
 def wait_for_all(accelerator: Accelerator, timeout: timedelta) -> None:
     """Wait until every process has called this, as long as those that have not are alive.
 
-    After `timeout` the first that waits says where they are: they may wait for it in turn.
+    After `timeout` one that waits says where they are: they may wait for it in turn.
     Every process must call this. Raises LostProcess if one has not shown for `timeout` that it is.
     """
     if accelerator.num_processes == 1 or not torch.distributed.is_initialized():

@@ -95,10 +95,12 @@ def decode(
     The file is written, not mapped: on a full disk that would kill this process without a word.
     """
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    size = max(1, NUM_BYTES // math.prod(shape))
+    num_workers = min(num_cores or 1, math.ceil(len(pictures) / size))
     loader = DataLoader(
         pictures,
-        batch_size=max(1, NUM_BYTES // math.prod(shape)),
-        num_workers=(num_cores or 1) if len(pictures) > NUM_ALONE else 0,
+        batch_size=size,
+        num_workers=num_workers if len(pictures) > NUM_ALONE else 0,
         collate_fn=tuple,  # as it is: the default would convert it
         worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # else the seeds of the workers would be drawn from torch's

@@ -25,19 +25,20 @@ def check_indexable(dataset: Any, name: str) -> None:
     for part in (getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())):
         if isinstance(dataset, Subset | ConcatDataset | StackDataset) and part is not None:
             check_indexable(part, name)
-    for part in getattr(dataset, "__dict__", {}).values():
-        is_sized = isinstance(part, IterableDataset) and hasattr(part, "__len__")
-        if is_sized and len(part) == len(dataset):  # passed on, and it is that of one process
-            check_indexable(part, name)
     # torch's Dataset has a __getitem__ that raises, and so has a stream, also one with len().
     reader = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
     makes_whole = hasattr(dataset, "__getitems__") or hasattr(dataset, "make_batch")
     by_index = reader is not Dataset.__getitem__ or makes_whole
-    # litdata and streaming give a stream a length for each process, and an index of its own.
-    is_stream = isinstance(dataset, IterableDataset)
-    if is_stream or not (by_index and hasattr(dataset, "__len__")):
+    is_indexed = by_index and hasattr(dataset, "__len__")
+    # litdata and streaming give a stream a length for each process, and an index of its own; a set
+    # around it passes that length on.
+    held = getattr(dataset, "__dict__", {}).values() if is_indexed else ()
+    streams = [part for part in (dataset, *held) if isinstance(part, IterableDataset)]
+    streams = [part for part in streams if hasattr(part, "__len__") and len(part) == len(dataset)]
+    stream = next(iter(streams), dataset)
+    if not is_indexed or streams:
         raise UsageError(
-            f"the {name} is a {type(dataset).__name__}, whose samples have no index that is the "
+            f"the {name} is a {type(stream).__name__}, whose samples have no index that is the "
             "same in any number of processes, but an exact resume begins in the middle of an "
             "epoch: use a data set that has len() and is read by index, such as a list, "
             "numpy.memmap, datasets.Dataset or trainkit.rows.ParquetRows; the tar files of "
