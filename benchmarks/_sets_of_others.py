@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,10 @@ class Stream(IterableDataset):
         yield torch.zeros(8), torch.tensor(0)
 
 
-def in_memory(kind: str, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """A set of torch, or of this project."""
+def in_memory(x: torch.Tensor, y: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """What makes a set of torch, or of this project, by its kind."""
     half = len(x) // 2
-    makers = {
+    return {
         "InMemory": lambda: InMemory(x, y),
         "list": lambda: list(zip(x, y, strict=True)),
         "TensorDataset": lambda: Tensors(x, y),
@@ -70,7 +71,6 @@ def in_memory(kind: str, x: torch.Tensor, y: torch.Tensor) -> Any:
         "IterableDataset": Stream,
         "numpy_list": lambda: list(zip(x.numpy(), y.numpy(), strict=True)),
     }
-    return makers[kind]()
 
 
 def of_pictures(kind: str, x: torch.Tensor, y: torch.Tensor, folder: Path) -> Any:
@@ -117,11 +117,13 @@ def of_files(kind: str, x: np.ndarray, y: np.ndarray, folder: Path) -> Any:
     if kind == "pyarrow.Table":
         import pyarrow
 
-        return Rows(Arrow(pyarrow.table({"x": x.tolist(), "y": y})))
+        table = pyarrow.table({"x": x.tolist(), "y": y})
+        return Rows(ByFunction(len(table), lambda index: table.slice(index, 1).to_pylist()[0]))
     if kind == "polars.DataFrame":
         import polars
 
-        return Rows(Frame(polars.DataFrame({"x": x.tolist(), "y": y})))
+        frame = polars.DataFrame({"x": x.tolist(), "y": y})
+        return Rows(ByFunction(len(frame), lambda index: frame.row(index, named=True)))
     if kind == "monai.CacheDataset":
         from monai.data import CacheDataset
 
@@ -200,30 +202,17 @@ def tars(kind: str, x: np.ndarray, y: np.ndarray, folder: Path) -> Any:
     return Rows(wids.ShardListDataset(shards, cache_dir=str(folder)), (".x.npy", ".y.cls"))
 
 
-class Arrow:
-    """Rows of a table of pyarrow, as dicts."""
+class ByFunction:
+    """Rows of a table of others, as dicts, by a function of the index."""
 
-    def __init__(self, table: Any):
-        self.table = table
-
-    def __len__(self) -> int:
-        return self.table.num_rows
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.table.slice(index, 1).to_pylist()[0]
-
-
-class Frame:
-    """Rows of a table of polars, as dicts."""
-
-    def __init__(self, frame: Any):
-        self.frame = frame
+    def __init__(self, num: int, row: Callable[[int], dict[str, Any]]):
+        self.num, self.row = num, row
 
     def __len__(self) -> int:
-        return self.frame.height
+        return self.num
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.frame.row(index, named=True)
+        return self.row(index)
 
 
 class Lmdb(Dataset):
@@ -277,10 +266,10 @@ def make_set(kind: str, x: torch.Tensor, y: torch.Tensor) -> Any:
 
         rows = {"x": x.tolist(), "y": y.tolist()}
         return datasets.Dataset.from_dict(rows).with_format("torch")
-    try:
-        return in_memory(kind, x, y)
-    except KeyError:
-        return of_files(kind, x.numpy(), y.numpy(), folder)
+    makers = in_memory(x, y)
+    if kind in makers:
+        return makers[kind]()
+    return of_files(kind, x.numpy(), y.numpy(), folder)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,11 @@ def life_of(store: Any, rank: int) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
+def place_of(life: str) -> str:
+    """Where a process is, of what it shows."""
+    return life.partition(" ")[2]
+
+
 def cause_of(error: BaseException, text: str, is_lost: bool) -> str:
     """The sentence that this process ends with: `text`, which the others are then told.
 
@@ -79,7 +84,7 @@ def waited(seconds: float, place: str) -> str:
             is_alive = life != before[rank]
             lost = "" if is_alive else lost
             verb = "is alive" if is_alive else "was last seen"
-            others.append(f"process {rank} {verb}, in {life.partition(' ')[2]}")
+            others.append(f"process {rank} {verb}, in {place_of(life)}")
     return (
         f"process {own_rank()} {lost}waited for --timeout {seconds:g} s in {place}, while "
         f"{shorten(others)}: let all processes make the same calls and, if one may take so long, "
@@ -90,7 +95,7 @@ def waited(seconds: float, place: str) -> str:
 def say_who_is_missing(store: Any, missing: Iterable[int]) -> None:
     """Print where this process waits, and where those are that it waits for."""
     own, *others = (
-        f"process {rank} in {life_of(store, rank).partition(' ')[2]}"
+        f"process {rank} in {place_of(life_of(store, rank))}"
         for rank in (int(own_rank()), *sorted(missing))
     )
     text = f"{own} still waits for {shorten(others)}: stop the run if they wait for each other"

@@ -1,6 +1,7 @@
 """Refuse data sets that have no index, and make the fingerprint that a resume compares."""
 
 from collections.abc import Callable
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,16 @@ def check_indexable(dataset: Any, name: str) -> None:
     # litdata and streaming give a stream a length for each process, and an index of its own; a set
     # around it passes that length on.
     held = getattr(dataset, "__dict__", {}).values() if is_indexed else ()
-    streams = [part for part in (dataset, *held) if isinstance(part, IterableDataset)]
-    streams = [part for part in streams if hasattr(part, "__len__") and len(part) == len(dataset)]
-    stream = next(iter(streams), dataset)
-    if not is_indexed or streams:
+    streams = [
+        part
+        for part in (dataset, *held)
+        if isinstance(part, IterableDataset)
+        and (part is dataset or length_hint(part, -1) == len(dataset))
+    ]
+    if streams or not is_indexed:
+        kind = type(streams[0] if streams else dataset).__name__
         raise UsageError(
-            f"the {name} is a {type(stream).__name__}, whose samples have no index that is the "
+            f"the {name} is a {kind}, whose samples have no index that is the "
             "same in any number of processes, but an exact resume begins in the middle of an "
             "epoch: use a data set that has len() and is read by index, such as a list, "
             "numpy.memmap, datasets.Dataset or trainkit.rows.ParquetRows; the tar files of "
