@@ -27,8 +27,9 @@ from PIL import Image
 import train_mnist
 from trainkit.config import parse
 from trainkit.errors import UsageError
+from trainkit.hashes import digest
 from trainkit.numbers.loaders import InMemory
-from trainkit.pictures import PhotoConfig, framing, grey, load_photos, splits
+from trainkit.pictures import PhotoConfig, decoding, framing, grey, load_photos, splits
 from trainkit.pictures import files as picture_files
 
 
@@ -250,6 +251,26 @@ def test_other_pixels_and_another_decoder_are_other_data(kind, tmp_path, monkeyp
     before = len([*tmp_path.rglob("*.npy")])
     read(negative=False)
     assert len([*tmp_path.rglob("*.npy")]) == before + 2
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3 * 784, 2**18])
+def test_each_row_has_its_own_hash_in_batches_of_any_size(num_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoding, "NUM_BYTES", num_bytes)
+    cells = dataset()["train"].select_columns("picture")
+    cells = cells.cast_column("picture", datasets.Image(decode=False))
+    made = decoding.Pictures(cells, 28, picture_files.read_square)
+    forms, hashes, problems = decoding.decode(made, (1, 28, 28), tmp_path / "x.npy")
+    rows = np.load(tmp_path / "x.npy")
+    assert hashes == "".join(digest(row.tobytes())[:16] for row in rows) and not problems
+    assert forms.total() == len(rows) == len({*map(bytes, rows)}) > 7
+
+
+def test_a_picture_that_has_the_size_is_still_padded_where_less_is_seen():
+    grid = np.arange(64, dtype=np.uint8).reshape(8, 8) * 3
+    picture = Image.fromarray(grid)
+    assert (picture_files.fit_square(picture, 8, "squash") == grid).all()
+    inner = np.array(picture.resize((4, 4), Image.Resampling.BICUBIC))
+    assert (picture_files.fit_square(picture, 8, "pad", 4) == picture_files.pad(inner, 8)).all()
 
 
 @pytest.mark.parametrize("factor, kind", [(257, np.uint16), (1 / 255, np.float32)])
